@@ -1,0 +1,39 @@
+# Every target makes its own virtual environment: nothing has to be installed by hand.
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+CRITEO := $(wildcard ../shared/data/criteo_sample.csv)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all lint clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(STAMP) ## shard a DLRM over 4 processes and train it beside one process
+	$(PY) examples/dlrm.py --world-size 4 $(if $(CRITEO),--data $(CRITEO)) $(ARGS)
+
+test: $(STAMP) ## run the tests, except those marked zoo, slow or gpu (ARGS="-k name" is passed on)
+	$(PY) -m pytest -q tests -m "not zoo and not slow and not gpu" $(ARGS)
+
+test-all: $(STAMP) ## run every test (ARGS is passed on)
+	$(PY) -m pytest -q tests $(ARGS)
+
+lint: $(STAMP) ## ruff (lint, format check) and mypy
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+clean: ## remove the virtual environment and all caches
+	rm -rf $(VENV) build *.egg-info .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The pinned torch comes first, so that installing the package finds its range satisfied.
+$(STAMP): requirements-dev.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q -r requirements-dev.txt
+	$(PY) -m pip install -q --no-deps --no-build-isolation -e .
+	touch $@

@@ -1,0 +1,40 @@
+"""autoshard: shards the tables and layers of a plain PyTorch model by column, before torch.compile."""
+
+from autoshard.api import autoshard, graph_diff, sharding_plan, unshard
+from autoshard.diff import GraphDiff
+from autoshard.verify import Certificate, verify
+from passes.errors import (
+    AgreementError,
+    AutoshardError,
+    CaptureError,
+    ConsumedError,
+    EquivalenceError,
+    IdRangeError,
+    InputError,
+    MeshError,
+    PlanError,
+    RewriteError,
+)
+from passes.plan import PlanRow, ShardingPlan
+
+__all__ = [
+    "AgreementError",
+    "AutoshardError",
+    "CaptureError",
+    "Certificate",
+    "ConsumedError",
+    "EquivalenceError",
+    "GraphDiff",
+    "IdRangeError",
+    "InputError",
+    "MeshError",
+    "PlanError",
+    "PlanRow",
+    "RewriteError",
+    "ShardingPlan",
+    "autoshard",
+    "graph_diff",
+    "sharding_plan",
+    "unshard",
+    "verify",
+]

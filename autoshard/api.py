@@ -1,0 +1,262 @@
+"""autoshard(): a plain model goes in, the same model comes out, sharded over a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from autoshard import parameters
+from autoshard.agreement import agree
+from autoshard.capture import Capture, capture
+from autoshard.export import capture_export
+from autoshard.diff import GraphDiff, RegionDiff, readable_code
+from autoshard.mesh import resolve_mesh
+from autoshard.planner import PlanSpec, gather_facts, make_plan
+from passes.errors import AutoshardError, CaptureError, PlanError, describe
+from passes.ops.redistribute import MEAN, NONE, SUM
+from passes.pipeline import normalize, shard_graph
+from passes.plan import ShardingPlan
+from passes.rewrite.sandwich import Context
+
+_RECORD = "_autoshard_record"
+M = TypeVar("M", bound=nn.Module)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """Everything that `autoshard()` decides, before it changes the model."""
+
+    capture: Capture
+    plan: ShardingPlan
+    diff: GraphDiff
+    exposed: frozenset[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What a sharded model knows about itself."""
+
+    plan: ShardingPlan
+    diff: GraphDiff
+    mesh: DeviceMesh
+
+
+def autoshard(
+    model: M,
+    mesh: DeviceMesh | None = None,
+    plan: PlanSpec = "auto",
+    *,
+    example_inputs: Any = None,
+    input_placement: Placement = Shard(0),
+    gradient_reduction: str = MEAN,
+) -> M:
+    """Shards a model's embedding, embedding_bag and linear layers by column. Collective over the mesh.
+
+    The model is changed in place and returned: its parameters become DTensors under their own names, its layers compute on
+    this rank's columns. Parameters must be equal on all ranks, or on the meta device. Call it before `torch.compile` and
+    before the optimizer is built, and do not wrap the result in DDP: gradients are reduced inside of the graph.
+
+    Args:
+        model: any module. Batch norm in training sees each rank's own rows, as under DDP.
+        mesh: 1-D; all ranks of the default process group if None.
+        plan: "auto" or "colwise" shards whatever has a feature axis; a ShardingPlan; or {glob of parameter names: "colwise" |
+            "replicate"}, the first glob that matches counts, what none matches is replicated.
+        example_inputs: a tuple of arguments, or (args, kwargs). With them the model is captured by `torch.export`, its batch
+            dimension dynamic, and the diff knows every shape.
+        input_placement: `Shard(0)`: each rank calls the model with its own batch and gets the result of that;
+            `Replicate()`: all ranks call it with the same batch.
+        gradient_reduction: for `Shard(0)`, "mean" gives the gradient of the mean of the ranks' losses (as DDP does), "sum" that of
+            their sum.
+
+    Returns:
+        The model.
+
+    Raises:
+        AutoshardError: on every rank of the mesh; its subclasses say what was wrong.
+    """
+    _check_arguments(model, input_placement, gradient_reduction)
+    mesh = resolve_mesh(mesh, model)
+    context = _Settings(mesh.get_group().group_name, mesh.size(), input_placement, gradient_reduction)
+    prepared = agree(mesh, lambda: prepare(model, plan, example_inputs, context), _text)
+    _install(model, prepared, mesh, context)
+    model.__dict__[_RECORD] = Record(prepared.plan, prepared.diff, mesh)
+    return model
+
+
+@dataclasses.dataclass(frozen=True)
+class _Settings:
+    group: str
+    world_size: int
+    input_placement: Placement
+    gradient_reduction: str
+
+    @property
+    def batch_sharded(self) -> bool:
+        return isinstance(self.input_placement, Shard)
+
+    @property
+    def reduction(self) -> str:
+        return self.gradient_reduction if self.batch_sharded else NONE
+
+
+def prepare(model: nn.Module, plan: PlanSpec, example_inputs: Any, settings: _Settings) -> Prepared:
+    """Captures, plans and rewrites, without changing the model and without communication."""
+    captured = capture(model) if example_inputs is None else capture_export(model, example_inputs)
+    for region in captured.regions:
+        normalize(region.graph)
+    sharding = make_plan(model, captured, plan, settings.world_size)
+    facts = gather_facts(model, captured)
+    context = Context(sharding, settings.group, settings.world_size, settings.batch_sharded, settings.reduction)
+    diffs = []
+    for region in captured.regions:
+        before = readable_code(region.graph)
+        edits = shard_graph(region.graph, context, facts.parameters, region.path)
+        after = readable_code(region.graph)
+        diffs.append(RegionDiff(region.path, region.mode, region.is_layer, before, after, tuple(edits)))
+    return Prepared(
+        captured,
+        sharding,
+        GraphDiff.of(diffs, settings.world_size),
+        frozenset(facts.readers),
+    )
+
+
+def _text(prepared: Prepared) -> str:
+    """What has to be equal on all ranks: the plan and the text of every graph."""
+    graphs = [f"graph {r.path}\n{r.graph.code}" for r in prepared.capture.regions]
+    return "\n".join([prepared.plan.to_json(), *graphs])
+
+
+def _install(model: nn.Module, prepared: Prepared, mesh: DeviceMesh, settings: _Settings) -> None:
+    """Gives the model its shards and its graphs."""
+    parameters.shard_parameters(model, prepared.plan, mesh)
+    forwards: dict[int, dict[bool | None, Any]] = {}
+    modules = {id(region.module): region.module for region in prepared.capture.regions}
+    for region in prepared.capture.regions:
+        parameters.adopt_attributes(region.module, region.graph)
+        forwards.setdefault(id(region.module), {})[region.mode] = type(region.graph).forward
+    exposed = {name.rpartition(".")[0] for name in prepared.exposed}
+    for path, module in list(model.named_modules()):
+        if path in exposed:
+            parameters.expose_parameters(module, settings.group, settings.reduction)
+        elif id(module) in modules:
+            parameters.use_graph(module, forwards[id(module)])
+        elif any(p is not None for p in module._parameters.values()):
+            parameters.use_local_parameters(module, settings.group, settings.reduction)
+
+
+def sharding_plan(sharded: nn.Module) -> ShardingPlan:
+    """The plan that a model was sharded by; `print` shows it as a table.
+
+    Raises:
+        AutoshardError: if the model did not come from `autoshard()`.
+    """
+    return _record(sharded).plan
+
+
+def graph_diff(sharded: nn.Module) -> GraphDiff:
+    """What `autoshard()` changed; `print` shows it as a unified diff, `.summary()` as a table.
+
+    Raises:
+        AutoshardError: if the model did not come from `autoshard()`.
+    """
+    return _record(sharded).diff
+
+
+def unshard(sharded: M) -> M:
+    """The original model with the present weights, whole on every rank. Collective over the mesh.
+
+    Args:
+        sharded: a model from `autoshard()`; it is changed in place.
+
+    Returns:
+        The model.
+
+    Raises:
+        AutoshardError: if the model did not come from `autoshard()`.
+    """
+    _record(sharded)
+    for module in sharded.modules():
+        parameters.restore(module)
+    parameters.gather_parameters(sharded)
+    del sharded.__dict__[_RECORD]
+    return sharded
+
+
+def _record(model: nn.Module) -> Record:
+    inner = getattr(model, "_orig_mod", model)
+    record: Record | None = inner.__dict__.get(_RECORD) if isinstance(inner, nn.Module) else None
+    if record is None:
+        raise AutoshardError(
+            describe(
+                type(model).__name__,
+                "this is no sharded model",
+                "what autoshard() returned",
+                "Call autoshard(model) first.",
+            )
+        )
+    return record
+
+
+def _check_arguments(model: nn.Module, input_placement: Placement, gradient_reduction: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise CaptureError(
+            describe("autoshard(model)", f"got a {type(model).__name__}", "an nn.Module", "Pass the model itself.")
+        )
+    if input_placement not in (Shard(0), Replicate()):
+        raise PlanError(
+            describe("input_placement", f"got {input_placement!r}", "Shard(0) or Replicate()", "Pass one of these two.")
+        )
+    if gradient_reduction not in (MEAN, SUM):
+        raise PlanError(
+            describe("gradient_reduction", f"got {gradient_reduction!r}", '"mean" or "sum"', "Pass one of these two.")
+        )
+    for path, module in model.named_modules():
+        _check_module(path or "the model", module)
+
+
+def _check_module(path: str, module: nn.Module) -> None:
+    if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise CaptureError(
+            describe(
+                path,
+                f"it is wrapped in {type(module).__name__}",
+                "a plain module: autoshard() reduces every gradient inside of the graph, DDP would do it again",
+                "Pass the module inside (`.module`), and wrap nothing afterwards.",
+            )
+        )
+    if _RECORD in module.__dict__:
+        raise CaptureError(
+            describe(path, "it is sharded already", "a plain module", "Call autoshard() once, on the whole model.")
+        )
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            _check_parameter(f"{path}.{name}", parameter)
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    if type(parameter) is not nn.Parameter:
+        raise CaptureError(
+            describe(
+                name,
+                f"it is a {type(parameter).__name__}",
+                "a plain nn.Parameter",
+                "Shard a model once, before other wrappers.",
+            )
+        )
+    if parameter.grad is not None:
+        raise CaptureError(
+            describe(name, "it has a gradient", "none", "Call model.zero_grad(set_to_none=True) before autoshard().")
+        )
+    hooks: Mapping[Any, Any] | None = parameter._backward_hooks or parameter._post_accumulate_grad_hooks  # type: ignore[assignment]
+    if hooks:
+        raise CaptureError(describe(name, "it has a hook", "none", "Register hooks of parameters after autoshard()."))
+
+
+__all__ = ["autoshard", "dist", "graph_diff", "sharding_plan", "unshard"]

@@ -1,0 +1,199 @@
+"""What `torch.fx` tracing would silently get wrong, found in the source of the code that a trace ran.
+
+A trace runs a forward once, with proxies for tensors. Code that asks a proxy what it is (`x is None`, `isinstance(x, ...)`),
+that depends on a mode (`self.training`, a `with` block), or that leaves something behind (`self.cache = x`) runs, and the
+graph is wrong for the next call. So the code that ran is read, and a module with such code is left as it is: inside of it
+tracing goes on at its children, and nothing is lost but optimisations across it.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import sys
+import sysconfig
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType, FrameType, ModuleType
+from typing import Any
+
+import torch
+
+_TYPE_QUESTIONS = frozenset({"isinstance", "issubclass", "type", "hasattr", "getattr", "callable", "id"})
+_MODE_QUESTIONS = frozenset(
+    {"training", "is_grad_enabled", "is_autocast_enabled", "is_tensor", "is_inference_mode_enabled"}
+)
+_OUTSIDE_STATE = frozenset({"random", "time", "datetime", "numpy", "os"})
+_TRUSTED = (
+    str(Path(torch.__file__).parent),
+    sysconfig.get_paths()["stdlib"],
+    str(Path(__file__).parent),
+)
+
+Executed = tuple[CodeType, "dict[str, Any]"]
+
+
+class Recorder:
+    """While active, remembers which functions of a user's code ran in this thread, in order."""
+
+    def __init__(self) -> None:
+        self.executed: list[Executed] = []
+
+    def __enter__(self) -> Recorder:
+        self._previous = sys.getprofile()
+        self._outermost = sys._getframe(1)
+        sys.setprofile(self._see)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(self._previous)
+        del self._outermost
+
+    def _see(self, frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and _is_user_code(frame.f_code) and not self._importing(frame):
+            self.executed.append((frame.f_code, frame.f_globals))
+
+    def _importing(self, frame: FrameType | None) -> bool:
+        """True below an import, which torch does late while it traces."""
+        while frame is not None and frame is not self._outermost:
+            code = frame.f_code
+            if code.co_name == "<module>" or code.co_filename.startswith("<frozen importlib"):
+                return True
+            frame = frame.f_back
+        return False
+
+
+@functools.cache
+def _is_user_code(code: CodeType) -> bool:
+    file = code.co_filename
+    if "site-packages" not in file and file.startswith(_TRUSTED[1]):
+        return False
+    trusted = file.startswith((_TRUSTED[0], _TRUSTED[2], "<"))
+    return not trusted and not code.co_name.startswith("<")
+
+
+def find(executed: list[Executed]) -> str | None:
+    """The first hazard in these functions as `file:line: what`, or None."""
+    for code, namespace in executed:
+        hazard = _hazard(code) or _outside_state(code, namespace)
+        if hazard is not None:
+            return hazard
+    return None
+
+
+def _outside_state(code: CodeType, namespace: dict[str, Any]) -> str | None:
+    for name in code.co_names:
+        value = namespace.get(name)
+        if isinstance(value, ModuleType) and value.__name__.partition(".")[0] in _OUTSIDE_STATE:
+            return f"{code.co_filename}:{code.co_firstlineno}: uses {value.__name__}"
+    return None
+
+
+@functools.cache
+def _hazard(code: CodeType) -> str | None:
+    function = parse(code)
+    if function is None:
+        return f"{code.co_filename}:{code.co_firstlineno}: the source of {code.co_name} cannot be read"
+    for node in ast.walk(function):
+        what = _judge(node)
+        if what is not None:
+            line = code.co_firstlineno + getattr(node, "lineno", 1) - 1
+            return f"{code.co_filename}:{line}: {what}"
+    return None
+
+
+def parse(code: Any) -> ast.AST | None:
+    """The syntax tree of a function or code object; None where the source cannot be had."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(code)))
+    except (OSError, TypeError, SyntaxError, IndentationError):
+        return None
+
+
+def _judge(node: ast.AST) -> str | None:
+    match node:
+        case ast.Compare(ops=ops) if any(isinstance(op, (ast.Is, ast.IsNot)) for op in ops):
+            if not _is_own(node.left):
+                return f"asks `{ast.unparse(node)}` of a value"
+        case ast.Call(func=ast.Name(id=name)) if name in _TYPE_QUESTIONS:
+            if not (node.args and _is_own(node.args[0])):
+                return f"asks `{ast.unparse(node)}` of a value"
+        case ast.Attribute(attr=attribute) if attribute in _MODE_QUESTIONS:
+            return f"depends on `{ast.unparse(node)}`"
+        case ast.With() | ast.AsyncWith():
+            return "has a `with` block"
+        case ast.Try():
+            return "has a `try` block"
+        case ast.Global() | ast.Nonlocal():
+            return f"writes `{', '.join(node.names)}` outside of itself"
+        case ast.Assign(targets=targets) if any(_writes_attribute(target) for target in targets):
+            return f"writes an attribute: `{ast.unparse(node)}`"
+        case ast.AugAssign(target=target) | ast.AnnAssign(target=target) if _writes_attribute(target):
+            return f"writes an attribute: `{ast.unparse(node)}`"
+        case ast.Expr(value=ast.Call(func=function)):
+            if _is_own(function) or isinstance(function, ast.Name):
+                return f"calls `{ast.unparse(node)}` for its effect"
+    return None
+
+
+def _is_own(node: ast.AST) -> bool:
+    """True for an expression rooted at `self`: a module's attribute, never a proxy that is None or of another type."""
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        node = node.value
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
+def _writes_attribute(target: ast.AST) -> bool:
+    if isinstance(target, (ast.Tuple, ast.List)):
+        return any(_writes_attribute(element) for element in target.elts)
+    if isinstance(target, ast.Subscript):
+        return isinstance(target.value, ast.Attribute)
+    return isinstance(target, ast.Attribute)
+
+
+_HARMLESS_READS = frozenset({"dtype", "device", "shape", "size", "ndim", "requires_grad", "dim", "is_cuda"})
+
+
+def parameter_reads(module: torch.nn.Module) -> Iterator[tuple[str, ...]]:
+    """Paths of the attributes that a module's own methods read below a child (`self.child.weight` -> ("child", "weight"))."""
+    for method in _methods(type(module)):
+        tree = parse(method)
+        if tree is None:
+            continue
+        harmless = {id(node.value) for node in ast.walk(tree) if _is_harmless(node)}
+        harmless |= {
+            id(node.args[0])
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and _name(node.func) == "isinstance" and node.args
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and id(node) not in harmless:
+                path = _own_path(node)
+                if len(path) > 1:
+                    yield path
+
+
+def _methods(cls: type) -> Iterator[Any]:
+    for base in cls.__mro__:
+        if base is torch.nn.Module or base is object:
+            return
+        yield from (value for name, value in vars(base).items() if inspect.isfunction(value) and name != "__init__")
+
+
+def _is_harmless(node: ast.AST) -> Any:
+    return isinstance(node, ast.Attribute) and node.attr in _HARMLESS_READS
+
+
+def _name(node: ast.AST) -> str | None:
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def _own_path(node: ast.AST) -> tuple[str, ...]:
+    """("a", "b") for `self.a.b`, () for anything else."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    return tuple(reversed(names)) if isinstance(node, ast.Name) and node.id == "self" else ()

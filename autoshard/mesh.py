@@ -1,0 +1,84 @@
+"""The mesh that a model is sharded over."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from passes.errors import MeshError, describe
+
+
+def resolve_mesh(mesh: DeviceMesh | None, model: nn.Module) -> DeviceMesh:
+    """The mesh to use: checked, and in the order of its process group.
+
+    Args:
+        mesh: 1-D, this rank in it; None for all ranks of the default process group.
+        model: decides the device type of a default mesh.
+
+    Raises:
+        MeshError: if it cannot be sharded over.
+    """
+    if mesh is None:
+        return _default_mesh(model)
+    if mesh.ndim != 1:
+        raise MeshError(
+            describe(
+                "mesh",
+                f"it has {mesh.ndim} dimensions",
+                "a 1-D mesh",
+                'Pass one dimension of it, such as mesh["tp"].',
+            )
+        )
+    if mesh.get_coordinate() is None:
+        raise MeshError(
+            describe(
+                "mesh",
+                f"rank {dist.get_rank()} is not one of its ranks {mesh.mesh.tolist()}",
+                "a call of autoshard() on the ranks of the mesh only",
+                "Call autoshard() only where mesh.get_coordinate() is not None.",
+            )
+        )
+    return _in_group_order(mesh)
+
+
+def _default_mesh(model: nn.Module) -> DeviceMesh:
+    if not dist.is_initialized():
+        raise MeshError(
+            describe(
+                "autoshard()",
+                "there is no process group",
+                "an initialized torch.distributed",
+                "Call torch.distributed.init_process_group() first, and start the program with torchrun.",
+            )
+        )
+    on_accelerator = any(p.device.type not in ("cpu", "meta") for p in model.parameters())
+    cpu_possible = "cpu" in dist.get_backend_config()
+    device_type = "cpu"
+    if torch.accelerator.is_available() and (on_accelerator or not cpu_possible):
+        accelerator = torch.accelerator.current_accelerator()
+        device_type = "cpu" if accelerator is None else accelerator.type
+    return init_device_mesh(device_type, (dist.get_world_size(),))
+
+
+def _in_group_order(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh itself, or one like it whose process group has its ranks in the order of the mesh.
+
+    `DeviceMesh(device, [2, 3, 0, 1])` gives its group the ranks in ascending order, and collectives follow the group.
+    """
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks == dist.get_process_group_ranks(mesh.get_group()):
+        return mesh
+    if len(ranks) != dist.get_world_size():
+        raise MeshError(
+            describe(
+                "mesh",
+                f"its ranks {ranks} are not in the order of its process group, which is ascending",
+                "a mesh whose process group has its order",
+                "Make the group with new_group(ranks, sort_ranks=False) on all ranks, and the mesh with "
+                "DeviceMesh.from_group(group, device_type).",
+            )
+        )
+    group = dist.new_group(ranks, sort_ranks=False)
+    return DeviceMesh.from_group(group, mesh.device_type)

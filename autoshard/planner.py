@@ -1,0 +1,311 @@
+"""From sites to a plan: which parameters are sharded, and for every one that is not, why.
+
+A parameter is sharded along its feature axis only if every use of it is a site that takes it so. A weight and its bias are
+decided together. Everything else is replicated, with the reason in its row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from autoshard import hazards
+from autoshard.capture import Capture
+from passes.errors import PlanError, describe
+from passes.plan import COLWISE, REPLICATE, STRATEGIES, PlanRow, ShardingPlan
+from passes.sites import LAYER_TYPES, LINEAR, OtherUse, Site, find_other_uses, find_sites
+
+PlanSpec = str | ShardingPlan | Mapping[str, str]
+
+_BATCH_MIXING = (nn.modules.batchnorm._BatchNorm,)
+
+
+def feature_dim(op: str) -> int:
+    """The feature axis of a weight: dim 0 of a linear's (out, in), dim 1 of a table's (V, D)."""
+    return 0 if op == LINEAR else 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What is known of a model's parameters before anything is decided.
+
+    Attributes:
+        parameters: every name -> parameter, tied ones under each of their names.
+        canonical: every name -> the first name of that parameter.
+        sites: canonical name -> the sites that use the parameter as a weight or bias.
+        other_uses: canonical name -> its uses by nodes that are no sites.
+        readers: canonical name -> the modules whose Python code reads the parameter of another module.
+        kept: path -> why that module runs as it is.
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    canonical: Mapping[str, str]
+    sites: Mapping[str, tuple[Site, ...]]
+    other_uses: Mapping[str, tuple[OtherUse, ...]]
+    readers: Mapping[str, tuple[str, ...]]
+    kept: Mapping[str, str]
+
+
+def gather_facts(model: nn.Module, capture: Capture) -> Facts:
+    """Looks at the model and its graphs; changes nothing."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    first: dict[int, str] = {}
+    canonical = {name: first.setdefault(id(p), name) for name, p in parameters.items()}
+    sites: dict[str, list[Site]] = {}
+    other_uses: dict[str, list[OtherUse]] = {}
+    for region in capture.regions:
+        for site in find_sites(region.graph, region.path):
+            for name in (site.weight, site.bias):
+                if name is not None:
+                    sites.setdefault(canonical[name], []).append(site)
+        for use in find_other_uses(region.graph, region.path):
+            other_uses.setdefault(canonical[use.parameter], []).append(use)
+    return Facts(
+        parameters=parameters,
+        canonical=canonical,
+        sites={name: tuple(found) for name, found in sites.items()},
+        other_uses={name: tuple(found) for name, found in other_uses.items()},
+        readers=_readers(model, capture, canonical),
+        kept=capture.kept,
+    )
+
+
+def _readers(model: nn.Module, capture: Capture, canonical: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """Parameters that a module's own code reads from one of its children, where no graph stands for that code."""
+    traced = {id(region.module) for region in capture.regions}
+    found: dict[str, list[str]] = {}
+    for path, module in model.named_modules():
+        if id(module) in traced:
+            continue
+        for names in hazards.parameter_reads(module):
+            name = ".".join((path, *names) if path else names)
+            if name in canonical:
+                found.setdefault(canonical[name], []).append(f"{path or 'the model'} ({type(module).__name__})")
+    return {name: tuple(dict.fromkeys(readers)) for name, readers in found.items()}
+
+
+def make_plan(model: nn.Module, capture: Capture, spec: PlanSpec, world_size: int) -> ShardingPlan:
+    """The plan for a captured model.
+
+    Args:
+        model: the model, still with whole parameters.
+        capture: its graphs.
+        spec: "auto" or "colwise" (shard whatever has a feature axis), a ShardingPlan, or globs over parameter names ->
+            strategy, of which the first that matches counts; what no glob matches is replicated.
+        world_size: ranks in the mesh.
+
+    Raises:
+        PlanError: for a strategy that does not exist, a glob that matches nothing, a weight that is not floating point, or a
+            parameter that is asked for by its full name and cannot be sharded.
+    """
+    facts = gather_facts(model, capture)
+    weights = _weights(model, facts)
+    for name in weights:
+        _require_floating_point(name, facts)
+    wanted = _wanted(spec, weights, facts)
+    obstacles = {name: _obstacle(name, facts) for name in weights}
+    strategies = {
+        name: COLWISE if wanted[name][0] == COLWISE and obstacles[name] is None else REPLICATE for name in weights
+    }
+    followed = _decide_together(strategies, facts)
+    rows = []
+    for name in weights:
+        strategy, (want, source) = strategies[name], wanted[name]
+        if strategy == COLWISE:
+            dim = 0 if facts.parameters[name].dim() == 1 else feature_dim(facts.sites[name][0].op)
+            columns = facts.parameters[name].size(dim)
+            reason = f"{source}: {columns} columns, {-(-columns // world_size)} per rank"
+        else:
+            dim = None
+            reason = source if want == REPLICATE else obstacles[name] or followed.get(name, source)
+        rows.append(_row(name, strategy, dim, reason, facts))
+    return ShardingPlan(tuple(rows), world_size, _notes(model, capture))
+
+
+def _weights(model: nn.Module, facts: Facts) -> list[str]:
+    """The parameters that get a row, in the order of the model."""
+    layers = {
+        facts.canonical[f"{path}.{name}" if path else name]
+        for path, module in model.named_modules()
+        if isinstance(module, tuple(LAYER_TYPES))
+        for name, _ in module.named_parameters(recurse=False)
+    }
+    chosen = layers | set(facts.sites)
+    return [name for name in dict.fromkeys(facts.canonical.values()) if name in chosen]
+
+
+def _require_floating_point(name: str, facts: Facts) -> None:
+    dtype = facts.parameters[name].dtype
+    if not dtype.is_floating_point:
+        sites = facts.sites.get(name)
+        where = f" ({sites[0].where})" if sites and sites[0].where else ""
+        raise PlanError(
+            describe(
+                f"{name}{where}",
+                f"the weight is of {dtype}",
+                "a floating point weight",
+                "Dequantize the layer, or leave it out of the model that is sharded.",
+            )
+        )
+
+
+def _wanted(spec: PlanSpec, weights: list[str], facts: Facts) -> dict[str, tuple[str, str]]:
+    """For each parameter the strategy that the person asks for, and where that stands."""
+    if isinstance(spec, str):
+        if spec not in ("auto", COLWISE):
+            raise _unknown_strategy("plan", spec, ("auto", COLWISE))
+        return dict.fromkeys(weights, (COLWISE, f'plan "{spec}"'))
+    if isinstance(spec, ShardingPlan):
+        spec = _check_rows(spec, facts)
+    elif not isinstance(spec, Mapping):
+        raise _unknown_strategy("plan", spec, ("auto", COLWISE, "a ShardingPlan", "a mapping"))
+    return _match_globs(spec, weights, facts)
+
+
+def _check_rows(plan: ShardingPlan, facts: Facts) -> dict[str, str]:
+    for row in plan.rows:
+        parameter = facts.parameters.get(row.parameter)
+        if parameter is None or tuple(parameter.shape) != row.shape:
+            found = "the model has no such parameter" if parameter is None else f"it is {tuple(parameter.shape)}"
+            raise PlanError(
+                describe(
+                    f"plan row {row.parameter!r}",
+                    found,
+                    f"a parameter of shape {row.shape}",
+                    "Use a plan that was made for this model.",
+                )
+            )
+    return {row.parameter: row.strategy for row in plan.rows}
+
+
+def _match_globs(spec: Mapping[str, str], weights: list[str], facts: Facts) -> dict[str, tuple[str, str]]:
+    for glob, strategy in spec.items():
+        if strategy not in STRATEGIES:
+            raise _unknown_strategy(f"plan entry {glob!r}", strategy, STRATEGIES)
+        matched = fnmatch.filter(facts.parameters, glob)
+        if not matched:
+            raise PlanError(
+                describe(
+                    f"plan entry {glob!r}",
+                    "it matches no parameter of the model",
+                    f"a glob over parameter names such as {', '.join(weights[:3])}",
+                    "Correct the name, or take the entry out.",
+                )
+            )
+        if strategy == COLWISE and glob in facts.parameters:
+            _require_shardable(glob, facts)
+    wanted = {}
+    for name in weights:
+        names = [alias for alias, first in facts.canonical.items() if first == name]
+        hit = next((g for g in spec if any(fnmatch.fnmatchcase(n, g) for n in names)), None)
+        wanted[name] = (REPLICATE, "no entry of the plan names it") if hit is None else (spec[hit], f"plan {hit!r}")
+    return wanted
+
+
+def _require_shardable(name: str, facts: Facts) -> None:
+    obstacle = _obstacle(facts.canonical[name], facts)
+    if obstacle is not None:
+        raise PlanError(
+            describe(
+                f"plan entry {name!r}",
+                f"the parameter cannot be sharded by column: {obstacle}",
+                "the weight of an embedding, embedding_bag or linear",
+                'Ask for "replicate", or take the entry out.',
+            )
+        )
+
+
+def _unknown_strategy(place: str, found: object, allowed: tuple[str, ...]) -> PlanError:
+    return PlanError(
+        describe(
+            place,
+            f"{found!r} is no strategy",
+            f"one of {', '.join(map(str, allowed))}",
+            "Correct the plan.",
+        )
+    )
+
+
+def _obstacle(name: str, facts: Facts) -> str | None:
+    """Why a parameter cannot be sharded along its feature axis, or None if it can."""
+    parameter, sites = facts.parameters[name], facts.sites.get(name, ())
+    if name in facts.readers:
+        return f"read by the code of {', '.join(facts.readers[name])}, which runs as it is"
+    if not sites:
+        owner = name.rpartition(".")[0]
+        return f"no traced layer uses it ({facts.kept[owner]})" if owner in facts.kept else "no traced layer uses it"
+    if facts.other_uses.get(name):
+        use = facts.other_uses[name][0]
+        return f"also used by {use.op}" + (f" at {use.where}" if use.where else "")
+    as_bias = [site for site in sites if _is_bias(name, site, facts)]
+    if as_bias and len(as_bias) < len(sites):
+        return "used as a weight and as a bias"
+    if as_bias:
+        outs = {facts.parameters[site.weight].shape[:1] for site in as_bias}
+        return None if outs == {parameter.shape} else "a bias that is broadcast has no feature axis"
+    if parameter.dim() != 2:
+        return f"a weight of {parameter.dim()} dimension has no feature axis"
+    if len({feature_dim(site.op) for site in sites}) > 1:
+        return "tied: a table along dim 1 and a linear along dim 0"
+    return None
+
+
+def _is_bias(name: str, site: Site, facts: Facts) -> bool:
+    return site.bias is not None and facts.canonical[site.bias] == name
+
+
+def _decide_together(strategies: dict[str, str], facts: Facts) -> dict[str, str]:
+    """Replicates, until nothing changes, a weight or bias whose partner is replicated; returns the reasons."""
+    reasons: dict[str, str] = {}
+    pairs = {
+        (facts.canonical[site.weight], facts.canonical[site.bias])
+        for sites in facts.sites.values()
+        for site in sites
+        if site.bias is not None
+    }
+    changed = True
+    while changed:
+        changed = False
+        for pair in sorted(pairs):
+            if len({strategies[name] for name in pair}) > 1:
+                cause = next(name for name in pair if strategies[name] == REPLICATE)
+                follower = next(name for name in pair if strategies[name] == COLWISE)
+                strategies[follower] = REPLICATE
+                reasons[follower] = f"as {cause}, which it is used with"
+                changed = True
+    return reasons
+
+
+def _row(name: str, strategy: str, dim: int | None, reason: str, facts: Facts) -> PlanRow:
+    parameter = facts.parameters[name]
+    sites = facts.sites.get(name, ())
+    return PlanRow(
+        parameter=name,
+        shape=tuple(parameter.shape),
+        dtype=str(parameter.dtype).removeprefix("torch."),
+        strategy=strategy,
+        dim=dim,
+        sites=tuple(dict.fromkeys(f"{site.op} {layer_path(site)}" for site in sites)),
+        reason=reason,
+        aliases=tuple(alias for alias, first in facts.canonical.items() if first == name and alias != name),
+    )
+
+
+def layer_path(site: Site) -> str:
+    """The layer's path in the model; the weight's owner where the trace recorded none."""
+    inner = site.module or site.weight.rpartition(".")[0]
+    return inner or "the model"
+
+
+def _notes(model: nn.Module, capture: Capture) -> tuple[str, ...]:
+    kept = [f"{path or 'the model'} runs as it is: {why}" for path, why in capture.kept.items()]
+    mixing = [
+        f"{path} ({type(module).__name__}) sees each rank's own rows in training, as under DDP"
+        for path, module in model.named_modules()
+        if isinstance(module, _BATCH_MIXING) and not isinstance(module, torch.nn.SyncBatchNorm)
+    ]
+    return (*capture.notes, *kept, *mixing)

@@ -1,0 +1,18 @@
+"""Column layout: which rank holds which columns.
+
+D columns over W ranks follow `torch.chunk`, as DTensor and DCP do: ceil(D / W) columns each until none are left, so that
+the last ranks may hold fewer, or none. Columns stay in order: rank r holds columns `offset(r)` to `offset(r) + size(r)`.
+"""
+
+from __future__ import annotations
+
+
+def chunk_sizes(length: int, parts: int) -> list[int]:
+    """The sizes of `parts` pieces of `length` by the rule of `torch.chunk`; trailing pieces may be 0."""
+    step = -(-length // parts)
+    return [max(0, min(step, length - part * step)) for part in range(parts)]
+
+
+def chunk_offset(length: int, parts: int, part: int) -> int:
+    """Where piece `part` begins."""
+    return min(length, part * -(-length // parts))

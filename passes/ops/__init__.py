@@ -1,0 +1,1 @@
+"""Every function that can stand in a rewritten graph, and nothing else."""

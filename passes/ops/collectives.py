@@ -1,0 +1,60 @@
+"""Functional collectives: one spelling for every torch version from 2.11. No gradient and no layout here.
+
+The operators of `torch.ops._c10d_functional` have kept their schema over these versions, while the Python functions around
+them (`all_gather_tensor`, `all_gather_single`, `*_autograd`) were renamed and gained gradients of their own. Groups go by
+name, so that a call can stand in a graph's text. Each call waits for its result at once: Inductor moves the wait.
+
+With W ranks in the group, every function works along dimension 0:
+
+    all_gather      (n, ...)   -> (W*n, ...)   the ranks' rows, in the order of the group
+    reduce_scatter  (W*n, ...) -> (n, ...)     the sum over ranks, this rank's rows
+    all_reduce      (...)      -> (...)
+    all_to_all      (n, ...)   -> (m, ...)     rows by destination -> rows by source
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+from torch import Tensor
+
+_ops = torch.ops._c10d_functional
+
+
+def group_size(group: str) -> int:
+    """The number of ranks in the process group of this name."""
+    return cast(int, c10d._get_group_size_by_name(group))
+
+
+def group_rank(group: str) -> int:
+    """This rank's place in the process group of this name."""
+    return c10d._resolve_process_group(cast("c10d.GroupName", group)).rank()
+
+
+# What `torch.compiler.assume_constant_result` does, without importing the compiler: a rank's place in a group never changes.
+vars(group_rank)["_dynamo_marked_constant"] = True
+
+
+def all_gather(x: Tensor, group: str) -> Tensor:
+    """(n, ...) -> (W*n, ...)."""
+    gathered = _ops.all_gather_into_tensor(x.contiguous(), group_size(group), group)
+    return cast(Tensor, _ops.wait_tensor(gathered))
+
+
+def reduce_scatter(x: Tensor, group: str) -> Tensor:
+    """(W*n, ...) -> (n, ...), summed over the ranks."""
+    scattered = _ops.reduce_scatter_tensor(x.contiguous(), "sum", group_size(group), group)
+    return cast(Tensor, _ops.wait_tensor(scattered))
+
+
+def all_reduce(x: Tensor, group: str, op: str = "sum") -> Tensor:
+    """The elementwise reduction ("sum", "max", "min") over the ranks."""
+    return cast(Tensor, _ops.wait_tensor(_ops.all_reduce(x.contiguous(), op, group)))
+
+
+def all_to_all(x: Tensor, receive: list[int], send: list[int], group: str) -> Tensor:
+    """Sends `send[r]` rows to rank r, in order, and receives `receive[r]` rows from it."""
+    exchanged = _ops.all_to_all_single(x.contiguous(), receive, send, group)
+    return cast(Tensor, _ops.wait_tensor(exchanged))

@@ -1,0 +1,303 @@
+"""The redistributions: functions that change an activation's placement, each defined once with its gradient.
+
+B rows per rank, W ranks, N = W*B rows in all, D columns of which this rank holds d:
+
+    function              from        -> to           forward                    backward
+    all_gather_batch      Shard(0)    -> Replicate    all_gather                 reduce_scatter sum
+    reduce_scatter_batch  Partial     -> Shard(0)     reduce_scatter sum         all_gather
+    rearrange_columns     Shard(-1)   -> Shard(0)     all_to_all, columns put    the inverse
+                          (N, d)         (B, D)       in order
+    gather_columns        Shard(-1)   -> Replicate    all_gather, columns put    this rank's columns
+                          (N, d)         (N, D)       in order
+    copy_to_columns       Replicate   -> Replicate    identity                   all_reduce sum
+                          (feeds an op on this rank's columns)
+    all_reduce_partial    Partial     -> Replicate    all_reduce sum             identity
+    replicate_parameter   a replicated parameter in   identity                   all_reduce mean or sum
+                          a batch-sharded graph
+    local_columns         a parameter's columns       this rank's shard          the gradient, scaled
+
+A gather of activations has the sum of the ranks' gradients as its gradient, because every rank's loss counts. (torch's
+own functional all_gather does the same; for a loss that is replicated that is W times too much, which is why
+`gather_columns` is another row of the table.) Each pair is one another's gradient, so all of them differentiate twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.distributed.tensor import DTensor
+
+from passes.layout import chunk_offset, chunk_sizes
+from passes.ops import checks
+from passes.ops.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    group_rank,
+    group_size,
+    reduce_scatter,
+)
+
+MEAN = "mean"
+SUM = "sum"
+NONE = "none"
+
+
+class _AllGather(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return all_gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _ReduceScatter.apply(gradient, ctx.group), None
+
+
+class _ReduceScatter(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return reduce_scatter(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _AllGather.apply(gradient, ctx.group), None
+
+
+class _ColumnsToRows(Function):
+    """(W*B, d) -> (B, D)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, num_columns: int, group: str) -> Tensor:
+        ctx.num_columns, ctx.group = num_columns, group
+        return exchange_columns_for_rows(x, num_columns, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _RowsToColumns.apply(gradient, ctx.num_columns, ctx.group), None, None
+
+
+class _RowsToColumns(Function):
+    """(B, D) -> (W*B, d)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, num_columns: int, group: str) -> Tensor:
+        ctx.num_columns, ctx.group = num_columns, group
+        return exchange_rows_for_columns(x, num_columns, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _ColumnsToRows.apply(gradient, ctx.num_columns, ctx.group), None, None
+
+
+class _GatherColumns(Function):
+    """(N, d) -> (N, D)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, num_columns: int, group: str) -> Tensor:
+        ctx.num_columns, ctx.group = num_columns, group
+        step = chunk_sizes(num_columns, group_size(group))[0]
+        padded = torch.nn.functional.pad(x, (0, step - x.size(1)))
+        gathered = all_gather(padded, group).unflatten(0, (group_size(group), -1))
+        return gathered.transpose(0, 1).flatten(1)[:, :num_columns].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _SliceColumns.apply(gradient, ctx.num_columns, ctx.group), None, None
+
+
+class _SliceColumns(Function):
+    """(N, D) -> (N, d)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, num_columns: int, group: str) -> Tensor:
+        ctx.num_columns, ctx.group = num_columns, group
+        world, rank = group_size(group), group_rank(group)
+        start = chunk_offset(num_columns, world, rank)
+        return x.narrow(1, start, chunk_sizes(num_columns, world)[rank]).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _GatherColumns.apply(gradient, ctx.num_columns, ctx.group), None, None
+
+
+class _CopyToColumns(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _AllReduce.apply(gradient, ctx.group), None
+
+
+class _AllReduce(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _CopyToColumns.apply(gradient, ctx.group), None
+
+
+class _ScaleGradient(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, divisor: int) -> Tensor:
+        ctx.divisor = divisor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient / ctx.divisor, None
+
+
+def exchange_columns_for_rows(x: Tensor, num_columns: int, group: str) -> Tensor:
+    """(W*B, d) -> (B, D) without a gradient: every rank's columns of this rank's rows, put side by side in order."""
+    world, rank = group_size(group), group_rank(group)
+    sizes = chunk_sizes(num_columns, world)
+    rows = x.size(0) // world
+    flat = all_to_all(x.reshape(-1), [rows * d for d in sizes], [rows * sizes[rank]] * world, group)
+    if len(set(sizes)) == 1:
+        return flat.view(world, rows, sizes[0]).transpose(0, 1).reshape(rows, num_columns)
+    pieces = flat.split([rows * d for d in sizes])
+    return torch.cat([piece.view(rows, d) for piece, d in zip(pieces, sizes, strict=True)], dim=1)
+
+
+def exchange_rows_for_columns(x: Tensor, num_columns: int, group: str) -> Tensor:
+    """(B, D) -> (W*B, d) without a gradient: the inverse of `exchange_columns_for_rows`."""
+    world, rank = group_size(group), group_rank(group)
+    sizes = chunk_sizes(num_columns, world)
+    rows = x.size(0)
+    if len(set(sizes)) == 1:
+        flat = x.reshape(rows, world, sizes[0]).transpose(0, 1).reshape(-1)
+    else:
+        flat = torch.cat([piece.reshape(-1) for piece in x.split(sizes, dim=1)])
+    received = all_to_all(flat, [rows * sizes[rank]] * world, [rows * d for d in sizes], group)
+    return received.view(world * rows, sizes[rank])
+
+
+def all_gather_batch(x: Tensor, group: str, *, at: str, feature_dims: int = 0) -> Tensor:
+    """Shard(0) -> Replicate: the rows of all ranks, in the order of the mesh.
+
+    Args:
+        x: (B, ...), of one size on all ranks. The last `feature_dims` dimensions are features; a tensor that has no other
+            dimension is a batch of one row.
+        group: name of the process group.
+        at: module path, for errors.
+
+    Returns:
+        (W*B, ...).
+
+    Raises:
+        InputError: in eager mode, on all ranks, if the sizes differ between ranks.
+    """
+    if x.dim() == feature_dims:
+        x = x.unsqueeze(0)
+    checks.check_equal_sizes(x, group, at)
+    return _apply(_AllGather, x, group)
+
+
+def all_gather_optional(x: Tensor | None, group: str, *, at: str) -> Tensor | None:
+    """`all_gather_batch` for an operand that may be left out: None stays None."""
+    return None if x is None else all_gather_batch(x, group, at=at)
+
+
+def reduce_scatter_batch(x: Tensor, group: str) -> Tensor:
+    """Partial -> Shard(0): (W*B, ...) -> (B, ...), summed over the ranks."""
+    return _apply(_ReduceScatter, x, group)
+
+
+def rearrange_columns(
+    columns: Tensor, like: Tensor | None, num_columns: int, group: str, *, feature_dims: int = 0
+) -> Tensor:
+    """Shard(-1) -> Shard(0): this rank's rows with all their columns.
+
+    Args:
+        columns: (W*B, ..., d), this rank's columns of all ranks' rows.
+        like: this rank's input; the result has its leading dimensions (those before its last `feature_dims`). None if
+            the result is (B, ..., D).
+        num_columns: D.
+        group: name of the process group.
+
+    Returns:
+        (B, ..., D), contiguous.
+    """
+    rows = columns.size(0) // group_size(group)
+    shape = (rows, *columns.shape[1:-1]) if like is None else like.shape[: like.dim() - feature_dims]
+    out = _apply(_ColumnsToRows, _as_matrix(columns), num_columns, group)
+    return out.view(*shape, num_columns)
+
+
+def gather_columns(columns: Tensor, num_columns: int, group: str, *, at: str) -> Tensor:
+    """Shard(-1) -> Replicate: (..., d) -> (..., D) on every rank.
+
+    Raises:
+        InputError: in eager mode, on all ranks, if the replicated inputs had different sizes.
+    """
+    checks.check_equal_sizes(columns[..., :0], group, at)
+    out = _apply(_GatherColumns, _as_matrix(columns), num_columns, group)
+    return out.view(*columns.shape[:-1], num_columns)
+
+
+def copy_to_columns(x: Tensor | None, group: str) -> Tensor | None:
+    """Replicate -> Replicate, before an op on this rank's columns: the gradient is the sum over the ranks."""
+    if x is None:
+        return None
+    return _apply(_CopyToColumns, x, group)
+
+
+def all_reduce_partial(x: Tensor, group: str) -> Tensor:
+    """Partial -> Replicate: the sum over the ranks."""
+    return _apply(_AllReduce, x, group)
+
+
+def replicate_parameter(parameter: Tensor, group: str, reduction: str) -> Tensor:
+    """A replicated parameter as this rank's plain tensor.
+
+    Args:
+        parameter: a DTensor with placement Replicate, or a plain tensor, which is returned as it is.
+        group: name of the process group.
+        reduction: what its gradient is, over the ranks' own gradients: "mean", "sum", or "none" where every rank
+            computes the whole gradient already (replicated inputs).
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter
+    local = parameter.to_local()
+    if reduction == NONE or not parameter.requires_grad:
+        return local
+    return _scale_gradient(copy_to_columns(local, group), group, reduction)
+
+
+def local_columns(parameter: Tensor, group: str, reduction: str) -> Tensor:
+    """This rank's shard of a parameter, as a plain tensor.
+
+    Args:
+        parameter: a DTensor that is sharded along its feature axis.
+        group: name of the process group.
+        reduction: "mean" divides the gradient, which arrives summed over the ranks' rows, by W; "sum" and "none" do not.
+    """
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return _scale_gradient(local, group, reduction)
+
+
+def _scale_gradient(x: Tensor, group: str, reduction: str) -> Tensor:
+    if reduction != MEAN or not x.requires_grad:
+        return x
+    return _apply(_ScaleGradient, x, group_size(group))
+
+
+def _as_matrix(columns: Tensor) -> Tensor:
+    """(..., d) -> (rows, d); `reshape(-1, d)` cannot infer the rows where d is 0."""
+    return columns.flatten(0, -2)
+
+
+def _apply(function: type[Function], *args: Any) -> Tensor:
+    out: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
+    return out

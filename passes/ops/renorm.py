@@ -1,0 +1,60 @@
+"""max_norm: rows that are looked up are scaled to a norm of at most `max_norm`, in place, before the lookup.
+
+The norm is that of the whole row (all D columns), so each rank gives the part of its d columns and the parts meet in one
+all_reduce of a number per id:
+
+    p            part of a rank        reduction    norm
+    inf, -inf    max, min of |w|       max, min     n
+    0            count of w != 0       sum          n
+    otherwise    sum of |w|^p          sum          n^(1/p)
+
+Definition: `aten::embedding_renorm_`: w * max_norm / (norm + 1e-7) where norm > max_norm, once per distinct id. Ids that
+occur twice write equal values, so no `unique` is needed and every shape is known.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from passes.ops.collectives import all_reduce
+
+
+def norm_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that norms of such weights are added up in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def renorm(shard: Tensor, ids: Tensor, max_norm: float, norm_type: float, group: str) -> Tensor:
+    """Renorms the rows of `ids` in place and returns the shard.
+
+    Args:
+        shard: (V, d), this rank's columns.
+        ids: (...), the same on all ranks, all of them rows of the table.
+        max_norm: largest norm a row may have.
+        norm_type: p, any float.
+        group: name of the process group.
+    """
+    with torch.no_grad():
+        ids = ids.flatten().long()
+        weight = shard.detach()
+        rows = weight[ids].to(norm_dtype(shard.dtype))
+        norms = _norms(rows, norm_type, group)
+        scale = torch.where(norms > max_norm, max_norm / (norms + 1e-7), torch.ones_like(norms))
+        weight.index_put_((ids,), (rows * scale.unsqueeze(1)).to(shard.dtype))
+    return shard
+
+
+def _norms(rows: Tensor, p: float, group: str) -> Tensor:
+    """(N, d) -> (N,), the norms of whole rows."""
+    magnitudes = rows.abs()
+    if math.isinf(p):
+        # A rank without columns gives the neutral element.
+        padded = torch.nn.functional.pad(magnitudes, (0, 1), value=0.0 if p > 0 else math.inf)
+        part = padded.amax(1) if p > 0 else padded.amin(1)
+        return all_reduce(part, group, "max" if p > 0 else "min")
+    if p == 0:
+        return all_reduce((rows != 0).to(rows.dtype).sum(1), group)
+    return all_reduce(magnitudes.pow(p).sum(1), group).pow(1 / p)

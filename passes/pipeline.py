@@ -1,0 +1,180 @@
+"""The order of the passes over one traced module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import fx
+from torch.fx.passes.infra.pass_base import PassResult
+
+from passes.errors import RewriteError, describe
+from passes.graph_pass import Edit, GraphPass
+from passes.normalize import FoldFixedBags, InlineLayers
+from passes.rewrite import embedding, embedding_bag, linear, parameters
+from passes.rewrite.sandwich import Context, Sandwich
+from passes.sites import EMBEDDING, EMBEDDING_BAG, LINEAR, Call, Scope, calls, nested_call_users, scopes
+from passes.traffic import shape_of
+
+_ARROWS = {
+    True: "Shard(0) -> Replicate -> Shard(-1) -> Shard(0)",
+    False: "Replicate -> Shard(-1) -> Replicate",
+}
+_REWRITES: Mapping[str, Callable[[Sandwich], None]] = {
+    EMBEDDING: embedding.rewrite,
+    EMBEDDING_BAG: embedding_bag.rewrite,
+    LINEAR: linear.rewrite,
+}
+
+
+class ShardColwise(GraphPass):
+    """Rewrites every site whose weight the plan shards."""
+
+    def __init__(self, context: Context, parameters: Mapping[str, torch.nn.Parameter], prefix: str) -> None:
+        super().__init__()
+        self._context, self._parameters, self._prefix = context, parameters, prefix
+
+    def call(self, graph_module: fx.GraphModule) -> PassResult:
+        before = len(self.edits)
+        sharded = self._context.plan.colwise()
+        for scope in scopes(graph_module, self._prefix):
+            differentiable = _differentiable(scope)
+            for call in calls(scope):
+                if scope.parameters[call.weight] in sharded:
+                    sandwich = Sandwich(scope, call, self._context, self._parameters, differentiable)
+                    self.record(_edit(sandwich))
+        return PassResult(graph_module, len(self.edits) > before)
+
+    def ensures(self, graph_module: fx.GraphModule) -> None:
+        """No site of a sharded weight is left."""
+        sharded = self._context.plan.colwise()
+        for scope in scopes(graph_module, self._prefix):
+            for call in calls(scope):
+                name = scope.parameters[call.weight]
+                if name in sharded:
+                    raise RewriteError(
+                        describe(
+                            f"{scope.path or 'the model'}, node {call.node.name}",
+                            f"the planned site of {name} was not rewritten",
+                            "a rewrite for every planned site",
+                            "This is a fault of autoshard; please report the model.",
+                        )
+                    )
+
+
+class ReplicateParameters(GraphPass):
+    """Reduces the gradient of every parameter that the graph uses whole."""
+
+    def __init__(self, context: Context, parameters: Mapping[str, torch.nn.Parameter], prefix: str) -> None:
+        super().__init__()
+        self._context, self._parameters, self._prefix = context, parameters, prefix
+
+    def call(self, graph_module: fx.GraphModule) -> PassResult:
+        before = len(self.edits)
+        sharded = self._context.plan.colwise()
+        for scope in scopes(graph_module, self._prefix):
+            nested = nested_call_users(scope.graph_module)
+            for node, name in scope.parameters.items():
+                users = [user for user in node.users if user not in nested]
+                if name not in sharded and users:
+                    edit = parameters.rewrite(node, users, scope, self._context, self._parameters[name])
+                    self.record(edit)
+        return PassResult(graph_module, len(self.edits) > before)
+
+
+def _edit(sandwich: Sandwich) -> Edit:
+    """Rewrites one call and tells what was done."""
+    call, context = sandwich.call, sandwich.context
+    where = {"module": sandwich.at, "parameter": sandwich.weight_name, "node": call.node.name}
+    dim = 0 if call.op == LINEAR else 1
+    whole = list(sandwich.weight.shape)
+    shard = list(whole)
+    shard[dim] = -(-whole[dim] // context.world_size)
+    row = context.plan.row(sandwich.weight_name)
+    shapes = f"weight {tuple(whole)} -> {tuple(shard)} per rank{_operand_shapes(call)}"
+    _REWRITES[call.op](sandwich)
+    return Edit(
+        graph=sandwich.scope.path,
+        op=call.op,
+        what=f"sharded by column over {context.world_size} ranks",
+        why=row.reason,
+        placement=_ARROWS[context.batch_sharded],
+        shapes=shapes,
+        traffic=tuple(sandwich.traffic),
+        **where,
+    )
+
+
+def _operand_shapes(call: Call) -> str:
+    shapes = [shape_of(call.input), shape_of(call.result)]
+    if None in shapes:
+        return ""
+    before, after = ("(" + ", ".join(map(str, shape or ())) + ")" for shape in shapes)
+    return f", {before} -> {after}"
+
+
+def _differentiable(scope: Scope) -> frozenset[fx.Node]:
+    """The nodes whose value carries a gradient: what depends on a trainable parameter and is not of integers.
+
+    A batch is taken to carry none. Used for reports only.
+    """
+    found: set[fx.Node] = set()
+    for node in scope.graph_module.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and not value.is_floating_point():
+            continue
+        if node.op == "get_attr":
+            carries = _requires_grad(scope.graph_module, str(node.target))
+        elif node.op == "call_module":
+            module = scope.graph_module.get_submodule(str(node.target))
+            carries = any(p.requires_grad for p in module.parameters())
+        else:
+            carries = node.op == "placeholder" and node in scope.parameters
+        if carries or any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return frozenset(found)
+
+
+def _requires_grad(module: torch.nn.Module, target: str) -> bool:
+    owner, _, name = target.rpartition(".")
+    value = getattr(module.get_submodule(owner), name, None)
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def shard_graph(
+    graph_module: fx.GraphModule,
+    context: Context,
+    model_parameters: Mapping[str, torch.nn.Parameter],
+    prefix: str = "",
+) -> list[Edit]:
+    """Rewrites a normalized graph in place by the plan.
+
+    Args:
+        graph_module: a traced module that `normalize` has been over; it still holds whole parameters.
+        context: the plan, the group, the placement of activations.
+        model_parameters: every parameter of the whole model by each of its names, for shapes and dtypes.
+        prefix: path of the traced module in the model.
+
+    Returns:
+        A record for every edit, in the order of the graph.
+
+    Raises:
+        RewriteError: if a planned site was not rewritten or the graph is not well formed afterwards.
+    """
+    passes = [
+        ShardColwise(context, model_parameters, prefix),
+        ReplicateParameters(context, model_parameters, prefix),
+    ]
+    for graph_pass in passes:
+        graph_pass(graph_module)
+    for scope in scopes(graph_module, prefix):
+        scope.graph_module.graph.lint()
+        scope.graph_module.recompile()
+    return [edit for graph_pass in passes for edit in graph_pass.edits]
+
+
+def normalize(graph_module: fx.GraphModule) -> None:
+    """Brings every site into one spelling, in place; the graph computes what it computed before."""
+    for graph_pass in (InlineLayers(), FoldFixedBags()):
+        graph_pass(graph_module)
+    graph_module.recompile()

@@ -1,0 +1,126 @@
+"""What is done with each parameter, and why: plain frozen data that prints as a table and travels as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from tabulate import tabulate
+
+from passes.errors import PlanError, describe
+
+COLWISE = "colwise"
+REPLICATE = "replicate"
+STRATEGIES = (COLWISE, REPLICATE)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanRow:
+    """One parameter: the strategy and its reason.
+
+    Attributes:
+        parameter: name in the model; a tied parameter goes by its first name.
+        shape: of the whole parameter.
+        dtype: as torch prints it, without "torch.".
+        strategy: "colwise" (sharded along the feature axis) or "replicate".
+        dim: the dimension that is sharded, None if none is.
+        sites: the layers that use it, as "op module.path".
+        reason: why this strategy.
+        aliases: further names of a tied parameter.
+    """
+
+    parameter: str
+    shape: tuple[int, ...]
+    dtype: str
+    strategy: str
+    dim: int | None
+    sites: tuple[str, ...]
+    reason: str
+    aliases: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardingPlan:
+    """Parameter name -> what is done with it, for every weight of an embedding, embedding_bag and linear.
+
+    Attributes:
+        rows: one per parameter, in the order of the model.
+        world_size: ranks in the mesh.
+        notes: what a person should know besides: modules that stay as they are, ops that mix rows of the batch.
+    """
+
+    rows: tuple[PlanRow, ...]
+    world_size: int
+    notes: tuple[str, ...] = ()
+
+    def row(self, parameter: str) -> PlanRow:
+        """The row of a parameter, by any of its names.
+
+        Raises:
+            PlanError: if the plan has none.
+        """
+        for row in self.rows:
+            if parameter == row.parameter or parameter in row.aliases:
+                return row
+        raise PlanError(
+            describe(
+                "the plan",
+                f"it has no row for {parameter!r}",
+                "the name of an embedding, embedding_bag or linear parameter",
+                "print(plan) lists them.",
+            )
+        )
+
+    def colwise(self) -> frozenset[str]:
+        """All names of the parameters that are sharded along their feature axis."""
+        return frozenset(name for row in self.rows if row.strategy == COLWISE for name in (row.parameter, *row.aliases))
+
+    def to_json(self) -> str:
+        """The plan as JSON; `from_json` gives back an equal plan."""
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> ShardingPlan:
+        """The plan that `to_json` wrote.
+
+        Raises:
+            PlanError: if the text is not such a plan.
+        """
+        try:
+            data = json.loads(text)
+            rows = tuple(PlanRow(**_tuples(row)) for row in data.pop("rows"))
+            return cls(rows=rows, **_tuples(data))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise PlanError(
+                describe(
+                    "ShardingPlan.from_json",
+                    f"the text is no plan ({error})",
+                    "what ShardingPlan.to_json wrote",
+                    "Write the plan again with to_json().",
+                )
+            ) from error
+
+    def __str__(self) -> str:
+        table = tabulate(
+            [
+                [
+                    row.parameter + "".join(f"\n= {alias}" for alias in row.aliases),
+                    " x ".join(map(str, row.shape)),
+                    row.dtype,
+                    row.strategy if row.dim is None else f"{row.strategy} (dim {row.dim})",
+                    "\n".join(row.sites) or "-",
+                    row.reason,
+                ]
+                for row in self.rows
+            ],
+            headers=["parameter", "shape", "dtype", "strategy", "used by", "why"],
+            maxcolwidths=[None, None, None, None, 40, 48],
+        )
+        notes = "".join(f"\n* {note}" for note in self.notes)
+        ranks = f"{self.world_size} rank" + ("" if self.world_size == 1 else "s")
+        return f"Sharding plan over {ranks}\n{table}{notes}"
+
+
+def _tuples(record: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in record.items()}

@@ -1,0 +1,23 @@
+"""linear, sharded by column: the feature axis is dim 0 of the weight (out, in) and of the bias (out,).
+
+x (B, ..., in) -> all_gather_batch -> (W*B, ..., in) -> linear with (d, in), (d,) -> (W*B, ..., d) -> rearrange_columns
+-> (B, ..., out)
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+
+from passes.rewrite.sandwich import Sandwich
+from passes.traffic import rows_of
+
+
+def rewrite(sandwich: Sandwich) -> None:
+    """Replaces the call by its sandwich."""
+    call = sandwich.call
+    x = sandwich.to_columns(call.input, feature_dims=1)
+    bias = None if call.bias is None else sandwich.shard(call.bias)
+    columns = sandwich.add(F.linear, x, sandwich.shard(call.weight), bias)
+    rows = rows_of(call.input, feature_dims=1)
+    out = sandwich.from_columns(columns, call.input, rows, sandwich.weight.size(0), feature_dims=1)
+    sandwich.replace(out)
