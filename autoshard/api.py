@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
@@ -136,17 +136,15 @@ def _text(prepared: Prepared) -> str:
 def _install(model: nn.Module, prepared: Prepared, mesh: DeviceMesh, settings: _Settings) -> None:
     """Gives the model its shards and its graphs."""
     parameters.shard_parameters(model, prepared.plan, mesh)
-    forwards: dict[int, dict[bool | None, Any]] = {}
-    modules = {id(region.module): region.module for region in prepared.capture.regions}
+    graphs: dict[int, dict[bool | None, fx.GraphModule]] = {}
     for region in prepared.capture.regions:
-        parameters.adopt_attributes(region.module, region.graph)
-        forwards.setdefault(id(region.module), {})[region.mode] = type(region.graph).forward
+        graphs.setdefault(id(region.module), {})[region.mode] = region.graph
     exposed = {name.rpartition(".")[0] for name in prepared.exposed}
     for path, module in list(model.named_modules()):
         if path in exposed:
             parameters.expose_parameters(module, settings.group, settings.reduction)
-        elif id(module) in modules:
-            parameters.use_graph(module, forwards[id(module)])
+        elif id(module) in graphs:
+            parameters.use_graph(module, graphs[id(module)])
         elif any(p is not None for p in module._parameters.values()):
             parameters.use_local_parameters(module, settings.group, settings.reduction)
 

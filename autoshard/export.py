@@ -1,7 +1,152 @@
-"""Capture with example inputs: torch.export of the whole model, once for training and once for evaluation."""
+"""Capture with example inputs: torch.export of the whole model, once for training and once for evaluation.
 
-from autoshard.capture import Capture
+Where export refuses a model, the ladder of `autoshard.capture` goes on without the examples, and the plan's notes say why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from autoshard.capture import Capture, Region, capture, has_hooks, layer_regions
+from passes.errors import CaptureError, describe
+from passes.sites import find_sites
+
+# Modules that compute something else in training than in evaluation.
+MODE_SENSITIVE = (
+    nn.modules.dropout._DropoutNd,
+    nn.modules.batchnorm._BatchNorm,
+    nn.MultiheadAttention,
+    nn.RNNBase,
+    nn.RReLU,
+)
 
 
-def capture_export(model, example_inputs) -> Capture:
-    raise NotImplementedError
+def capture_export(model: nn.Module, example_inputs: Any) -> Capture:
+    """Captures a model with example inputs. The model is not changed.
+
+    Args:
+        model: any module.
+        example_inputs: a tuple of arguments, or (args, kwargs). Dimension 0 of every tensor is dynamic, the others are what the
+            examples have; the examples' batch should be of two rows or more.
+
+    Raises:
+        CaptureError: if the examples are no arguments of the model.
+    """
+    args, kwargs = _arguments(example_inputs)
+    obstacle = _obstacle(model)
+    if obstacle is None:
+        try:
+            graphs = {mode: _export(model, args, kwargs, mode) for mode in (True, False)}
+        except Exception as error:  # noqa: BLE001  # whatever a model raises in export
+            _require_runnable(model, args, kwargs, error)
+            obstacle = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if obstacle is not None:
+        ladder = capture(model)
+        note = f"captured without the example inputs: torch.export does not take the model ({obstacle})"
+        return Capture(ladder.regions, ladder.kept, (note, *ladder.notes))
+    if not any(find_sites(graph) for graph in graphs.values()):
+        return capture(model)
+    regions = _merge_modes(model, graphs)
+    kept: dict[str, str] = {}
+    layers = tuple(layer_regions(model, {id(model)}, kept))
+    return Capture((*regions, *layers), kept)
+
+
+def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if not isinstance(example_inputs, (tuple, list)):
+        return (example_inputs,), {}
+    items = tuple(example_inputs)
+    if len(items) == 2 and isinstance(items[0], tuple) and isinstance(items[1], dict):
+        return items[0], items[1]
+    return items, {}
+
+
+def _obstacle(model: nn.Module) -> str | None:
+    """Why the model should not be exported, or None."""
+    for path, module in model.named_modules():
+        if path and has_hooks(module):
+            return f"{path} has hooks, which would not run"
+        if isinstance(module, MODE_SENSITIVE) and module.training != model.training:
+            return f"{path} is in another mode than the model"
+    return None
+
+
+def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: bool) -> fx.GraphModule:
+    with _in_mode(model, mode):
+        program = torch.export.export(
+            model, args, kwargs, dynamic_shapes=_dynamic_batch(model, args, kwargs), strict=False
+        )
+    graph_module = program.module()
+    _rename_own_attributes(graph_module, model, f"_autoshard_{'train' if mode else 'eval'}")
+    return graph_module
+
+
+def _dynamic_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The dynamic shapes of `torch.export`: dimension 0 of every tensor."""
+
+    def dims(leaf: Any) -> Any:
+        return {0: torch.export.Dim.AUTO} if isinstance(leaf, Tensor) and leaf.dim() > 0 else None
+
+    named = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    return pytree.tree_map(dims, dict(named))
+
+
+@contextlib.contextmanager
+def _in_mode(model: nn.Module, mode: bool) -> Iterator[None]:
+    """All modules in one mode, and each in its own again afterwards."""
+    before = {module: module.training for module in model.modules()}
+    model.train(mode)
+    try:
+        yield
+    finally:
+        for module, training in before.items():
+            module.training = training
+
+
+def _rename_own_attributes(graph_module: fx.GraphModule, model: nn.Module, prefix: str) -> None:
+    """Gives what the graph has of its own (constants, nested graphs) names that no module has."""
+    own = {
+        name
+        for name in (*graph_module._modules, *graph_module._buffers, *graph_module._parameters)
+        if not hasattr(model, name)
+    }
+    for store in (graph_module._modules, graph_module._buffers, graph_module._parameters):
+        for name in own & store.keys():
+            store[f"{prefix}_{name}"] = store.pop(name)
+    for node in graph_module.graph.nodes:
+        if node.op in ("get_attr", "call_module") and node.target in own:
+            node.target = f"{prefix}_{node.target}"
+    graph_module.recompile()
+
+
+def _merge_modes(model: nn.Module, graphs: dict[bool, fx.GraphModule]) -> tuple[Region, ...]:
+    """One region if training and evaluation have the same graph, else two."""
+    texts = {
+        mode: graph.code.replace(f"_autoshard_{'train' if mode else 'eval'}", "") for mode, graph in graphs.items()
+    }
+    if texts[True] == texts[False]:
+        return (Region("", model, graphs[True]),)
+    return tuple(Region("", model, graph, mode) for mode, graph in graphs.items())
+
+
+def _require_runnable(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> None:
+    """Export failed: if the model does not take the examples at all, that is the person's to know."""
+    names = f"{len(args)} arguments" + (f" and {sorted(kwargs)}" if kwargs else "")
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as mismatch:
+        raise CaptureError(
+            describe(
+                "example_inputs",
+                f"{type(model).__name__}.forward does not take {names} ({mismatch})",
+                "a tuple of the model's arguments, or (args, kwargs)",
+                "Pass what you would call the model with.",
+            )
+        ) from error

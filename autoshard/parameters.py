@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -99,14 +99,20 @@ def _contiguous_stride(shape: Iterable[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))[: len(list(shape))]
 
 
-def use_graph(module: nn.Module, forwards: Mapping[bool | None, Callable[..., Any]]) -> None:
+def use_graph(module: nn.Module, graphs: Mapping[bool | None, fx.GraphModule]) -> None:
     """Gives a module the forward of its rewritten graph.
 
     Args:
         module: stays the object that it is; its class becomes a subclass of its class.
-        forwards: mode (`training`) -> forward; the key None for a forward that is for both.
+        graphs: mode (`training`) -> graph; the key None for a graph that is for both.
     """
     original = type(module)
+    forwards = {mode: type(graph).forward for mode, graph in graphs.items()}
+    namespace: dict[str, Any] = {}
+    for graph in graphs.values():
+        _adopt_attributes(module, graph)
+        # torch.export's code takes its arguments apart, and puts its result together, by these.
+        namespace |= {name: vars(graph)[name] for name in ("_in_spec", "_out_spec") if name in vars(graph)}
     if None in forwards:
         forward = forwards[None]
     else:
@@ -114,10 +120,10 @@ def use_graph(module: nn.Module, forwards: Mapping[bool | None, Callable[..., An
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return forwards[self.training](self, *args, **kwargs)
 
-    _swap_class(module, {"forward": functools.wraps(original.forward)(_method(forward))})
+    _swap_class(module, {"forward": functools.wraps(original.forward)(_method(forward)), **namespace})
 
 
-def adopt_attributes(module: nn.Module, graph: nn.Module) -> None:
+def _adopt_attributes(module: nn.Module, graph: nn.Module) -> None:
     """Gives a module what its graph has of its own: lifted constants and nested graphs."""
     for name, buffer in graph._buffers.items():
         if not hasattr(module, name):

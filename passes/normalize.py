@@ -8,6 +8,7 @@ FoldFixedBags   embedding_bag of flattened ids (B*L,) with -> embedding_bag of i
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -44,6 +45,49 @@ class FoldFixedBags(GraphPass):
                 if call is not None and call.op == EMBEDDING_BAG and _fold(call, scope.graph_module.graph):
                     modified = True
         return PassResult(graph_module, modified)
+
+
+class InlineModes(GraphPass):
+    """Puts graphs that are nested for a mode's sake into the graph around them: Dynamo takes no nested call of these."""
+
+    def call(self, graph_module: fx.GraphModule) -> PassResult:
+        modified = False
+        for node in list(graph_module.graph.nodes):
+            if node.target in (_GRAD_MODE, _AUTOCAST):
+                _inline_mode(node, graph_module)
+                modified = True
+        return PassResult(graph_module, modified)
+
+
+_GRAD_MODE = torch.ops.higher_order.wrap_with_set_grad_enabled
+_AUTOCAST = torch.ops.higher_order.wrap_with_autocast
+
+
+def _inline_mode(node: fx.Node, graph_module: fx.GraphModule) -> None:
+    graph = graph_module.graph
+    position = next(i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr")
+    fetch, settings, operands = node.args[position], node.args[:position], node.args[position + 1 :]
+    assert isinstance(fetch, fx.Node)
+    nested = graph_module.get_submodule(str(fetch.target))
+    assert isinstance(nested, fx.GraphModule)
+    InlineModes()(nested)
+    with graph.inserting_before(node):
+        if node.target is _GRAD_MODE:
+            before = graph.call_function(torch.is_grad_enabled)
+            graph.call_function(torch._C._set_grad_enabled, settings)
+        else:
+            before = graph.call_function(torch.amp.autocast_mode._enter_autocast, settings)
+        values: dict[fx.Node, Any] = dict(zip(nested.graph.find_nodes(op="placeholder"), operands, strict=True))
+        out = graph.graph_copy(nested.graph, values)
+        leave = torch._C._set_grad_enabled if node.target is _GRAD_MODE else torch.amp.autocast_mode._exit_autocast
+        graph.call_function(leave, (before,))
+    for user in list(node.users):
+        assert user.target is operator.getitem and isinstance(out, (tuple, list))
+        user.replace_all_uses_with(out[user.args[1]])  # type: ignore[index, arg-type]  # the getitem's number
+        graph.erase_node(user)
+    graph.erase_node(node)
+    if not fetch.users:
+        graph.erase_node(fetch)
 
 
 def _inline(node: fx.Node, layer: nn.Module, graph_module: fx.GraphModule) -> None:
@@ -99,9 +143,8 @@ def _fold(call: Call, graph: fx.Graph) -> bool:
         )
     new.meta.update(call.result.meta)
     call.result.replace_all_uses_with(new)
-    for node in (call.result, call.node):
-        if not node.users:
-            graph.erase_node(node)
+    for node in [*call.node.users, call.node]:
+        graph.erase_node(node)
     _erase_unused([call.input, call.options["offsets"], call.options["per_sample_weights"]], graph)
     return True
 

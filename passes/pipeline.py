@@ -10,7 +10,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from passes.errors import RewriteError, describe
 from passes.graph_pass import Edit, GraphPass
-from passes.normalize import FoldFixedBags, InlineLayers
+from passes.normalize import FoldFixedBags, InlineLayers, InlineModes
 from passes.rewrite import embedding, embedding_bag, linear, parameters
 from passes.rewrite.sandwich import Context, Sandwich
 from passes.sites import EMBEDDING, EMBEDDING_BAG, LINEAR, Call, Scope, calls, nested_call_users, scopes
@@ -175,6 +175,6 @@ def shard_graph(
 
 def normalize(graph_module: fx.GraphModule) -> None:
     """Brings every site into one spelling, in place; the graph computes what it computed before."""
-    for graph_pass in (InlineLayers(), FoldFixedBags()):
+    for graph_pass in (InlineModes(), InlineLayers(), FoldFixedBags()):
         graph_pass(graph_module)
     graph_module.recompile()

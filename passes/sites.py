@@ -230,7 +230,7 @@ def match(node: fx.Node) -> Call | None:
     result = node
     if node.target in _RETURNS_TUPLE:
         firsts = [u for u in node.users if u.target is operator.getitem and u.args[1] == 0]
-        if len(firsts) != 1 or len(node.users) != 1:
+        if len(firsts) != 1 or any(user.users for user in node.users if user is not firsts[0]):
             return None
         result = firsts[0]
     return Call(op, node, result, *operands, options)  # type: ignore[arg-type]  # nodes, as tested above
@@ -351,8 +351,8 @@ def module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
-    path = list(stack.values())[-1][0]
-    return str(path).removeprefix("L['self']").lstrip(".")
+    path = str(list(stack.values())[-1][0]).removeprefix("L['self']").lstrip(".")
+    return "" if path.startswith("_empty_nn_module_stack") else path
 
 
 def source_line(node: fx.Node) -> str:

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from tests.rank import Answer, Request, serve
+from tests.rank import Answer, Request, import_on_rank, serve
 
 T = TypeVar("T")
 
@@ -129,6 +129,7 @@ class Pool:
         self._store: dist.Store | None = None
         self._folder: Path | None = None
         self._requests = 0
+        self._imported: set[str] = set()
 
     def run(
         self,
@@ -140,32 +141,43 @@ class Pool:
         fresh_dynamo: bool = False,
         **kwargs: Any,
     ) -> list[T]:
-        """Calls `function(mesh, *args, **kwargs)` on each rank of a mesh; results are in mesh order.
+        """Calls `function(mesh, *args, **kwargs)` on every rank of a mesh.
+
+        The results come in the order of the mesh.
 
         function: one that can be imported by name.
         world_size: the mesh has this many of the pool's ranks, from rank 0; all by default.
         ranks: the ranks of the mesh, in its order, which need not ascend.
-        timeout: seconds; the start of a pool does not count.
+        timeout: seconds. The start of a pool and the import of the function's module do not count.
         fresh_dynamo: forget everything compiled so far. Without it, Dynamo's limit of
             recompilations for a code object counts those of earlier calls too.
         """
-        mesh_ranks = tuple(range(world_size or self.world_size) if ranks is None else ranks)
+        if ranks is None:
+            ranks = range(self.world_size if world_size is None else world_size)
+        mesh_ranks = tuple(ranks)
         if not mesh_ranks or not set(mesh_ranks) <= set(range(self.world_size)):
             raise ValueError(f"a pool of {self.world_size} ranks has no mesh {list(mesh_ranks)}")
         if len(set(mesh_ranks)) != len(mesh_ranks) or world_size not in (None, len(mesh_ranks)):
             raise ValueError(f"{list(mesh_ranks)} are not {world_size or 'that many'} ranks")
         call = pickle.dumps((function, args, kwargs))
+        what = f"{getattr(function, '__qualname__', function)} on {list(mesh_ranks)}"
         try:
             if not self._ranks:
                 self._start()
-            self._requests += 1
-            request = Request(self._requests, mesh_ranks, tuple(sys.path), fresh_dynamo, call)
-            self._send(pickle.dumps(request))
-            answers = self._collect(f"{function.__qualname__} on {list(mesh_ranks)}", timeout)
+            self._import(function.__module__)
+            self._send(mesh_ranks, fresh_dynamo, call)
+            answers = self._collect(what, timeout)
         except BaseException:
             self._kill()
             raise
-        return self._results(answers, mesh_ranks)
+        # Gloo pairs the collectives of a group by their number. Where a rank has left one out that the
+        # others did not wait for, no later one could find its peers.
+        in_step = len({answers[rank].collectives for rank in mesh_ranks if rank in answers}) == 1
+        try:
+            return self._results(answers, mesh_ranks)
+        finally:
+            if len(answers) < self.world_size or False:
+                self._kill()
 
     def expect_same_error(
         self,
@@ -225,12 +237,23 @@ class Pool:
                 self._ranks.append(_Rank(number, process, ours, self._folder))
         self._collect("the start of the pool", START_TIMEOUT)
 
-    def _send(self, request: bytes) -> None:
+    def _import(self, module: str) -> None:
+        """An import that fails does so again, and is reported, where a call needs it."""
+        if module not in self._imported:
+            call = pickle.dumps((import_on_rank, (module,), {}))
+            self._send(tuple(range(self.world_size)), False, call)
+            self._collect(f"the import of {module}", START_TIMEOUT)
+            self._imported.add(module)
+
+    def _send(self, mesh_ranks: tuple[int, ...], fresh_dynamo: bool, call: bytes) -> None:
+        self._requests += 1
+        request = Request(self._requests, mesh_ranks, tuple(sys.path), fresh_dynamo, call)
+        pickled = pickle.dumps(request)
         for rank in self._ranks:
             try:
-                rank.connection.send_bytes(request)
+                rank.connection.send_bytes(pickled)
             except OSError:
-                raise self._error(PoolDied, f"rank {rank.number} had died", {}) from None
+                raise self._error(PoolDied, f"rank {rank.number} has died since the last call", {}) from None
 
     def _collect(self, what: str, timeout: float) -> dict[int, Answer]:
         """Every rank's answer, or those that came where a rank raised and others then got stuck."""
@@ -250,7 +273,8 @@ class Pool:
                 try:
                     answers[rank.number] = pickle.loads(rank.connection.recv_bytes())
                 except (EOFError, OSError):
-                    rank.process.join(1)  # a process that ends closes its connections a little earlier
+                    # A process that ends closes its connections a little earlier.
+                    rank.process.join(1)
                     dead.append(rank.number)
             failed = dead or any(answer.raised for answer in answers.values())
             if failed and not shortened:
@@ -275,8 +299,6 @@ class Pool:
                 texts.append(f"rank {number}:\n{traceback}")
             elif number in mesh_ranks:
                 texts.append(f"rank {number} returned\n")
-        if len(answers) < self.world_size:
-            self._kill()
         found = [answers[rank].raised if rank in answers else None for rank in mesh_ranks]
         raise RankError("\n".join(texts), [pickle.loads(e) if e else None for e in found])
 
@@ -307,6 +329,7 @@ class Pool:
             rank.process.close()
             rank.connection.close()
         self._ranks = []
+        self._imported = set()
         self._store = None
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)

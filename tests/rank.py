@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -139,6 +140,13 @@ def _mesh(request: Request, meshes: dict[tuple[int, ...], DeviceMesh | None]) ->
     # never starts with a 2.
     world.group_count = 2 * 10**20 + 1000 * request.number
     return meshes[ranks]
+
+
+def import_on_rank(mesh: DeviceMesh, module: str) -> None:
+    try:
+        importlib.import_module(module)
+    except Exception:
+        traceback.print_exc()
 
 
 def portable(error: BaseException) -> bytes:

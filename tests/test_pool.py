@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo.testing
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -65,14 +64,18 @@ def doubled(x: Tensor) -> Tensor:
     return x * 2
 
 
-counter = torch._dynamo.testing.CompileCounter()
-compiled = torch.compile(doubled, backend=counter)
+def count_and_run(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
+    compiled_graphs.append(graph)
+    return graph
+
+
+compiled_graphs: list[torch.fx.GraphModule] = []
 
 
 def compiled_frames(mesh: DeviceMesh) -> int:
-    before = counter.frame_count
-    compiled(torch.ones(3))
-    return counter.frame_count - before
+    before = len(compiled_graphs)
+    torch.compile(doubled, backend=count_and_run)(torch.ones(3))
+    return len(compiled_graphs) - before
 
 
 def raise_on(mesh: DeviceMesh, ranks: list[int], text: str = "no {rank}") -> int:
@@ -95,6 +98,12 @@ def raise_without_peer(mesh: DeviceMesh) -> None:
     if mesh.get_local_rank() == 1:
         raise ValueError("left alone")
     dist.all_reduce(torch.ones(1), group=mesh.get_group())
+
+
+def reduce_without_waiting_or_raise(mesh: DeviceMesh) -> None:
+    if mesh.get_local_rank() == 1:
+        raise ValueError("not reduced")
+    dist.all_reduce(torch.ones(1), group=mesh.get_group(), async_op=True)
 
 
 def end_process(mesh: DeviceMesh) -> int:
@@ -226,6 +235,14 @@ def test_error_while_another_rank_is_stuck(fragile: Pool) -> None:
     assert isinstance(caught.value.exceptions[1], ValueError)
     assert "rank 0 gave no answer in 1.0 s" in str(caught.value)
     assert fragile.run(everyone) == [[0, 1]] * 2
+
+
+def test_error_that_leaves_a_collective_behind(fragile: Pool) -> None:
+    before = fragile.run(process_id)
+    with pytest.raises(RankError, match="not reduced"):
+        fragile.run(reduce_without_waiting_or_raise)
+    assert fragile.run(everyone) == [[0, 1]] * 2
+    assert fragile.run(process_id) != before
 
 
 def test_process_that_ends(fragile: Pool) -> None:

@@ -144,9 +144,8 @@ class Sandwich:
         if "val" in result.meta:
             out.meta["val"] = result.meta["val"]
         result.replace_all_uses_with(out)
-        graph.erase_node(result)
-        if node is not result:
-            graph.erase_node(node)
+        for unused in [*node.users, node]:
+            graph.erase_node(unused)
 
     def _nbytes(self, x: fx.Node) -> sympy.Expr:
         is_ids = x is self.call.input and self.call.op != "linear"
