@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -22,6 +21,7 @@ from passes.errors import AutoshardError, CaptureError, PlanError, describe
 from passes.ops.redistribute import MEAN, NONE, SUM
 from passes.pipeline import normalize, shard_graph
 from passes.plan import ShardingPlan
+from passes.rewrite.parameters import edit as local_edit
 from passes.rewrite.sandwich import Context
 
 _RECORD = "_autoshard_record"
@@ -119,12 +119,11 @@ def prepare(model: nn.Module, plan: PlanSpec, example_inputs: Any, settings: _Se
         edits = shard_graph(region.graph, context, facts.parameters, region.path)
         after = readable_code(region.graph)
         diffs.append(RegionDiff(region.path, region.mode, region.is_layer, before, after, tuple(edits)))
-    return Prepared(
-        captured,
-        sharding,
-        GraphDiff.of(diffs, settings.world_size),
-        frozenset(facts.readers),
-    )
+    in_graphs = {edit.parameter for diff in diffs for edit in diff.edits} | facts.sites.keys()
+    local = [name for name, _ in model.named_parameters() if name not in in_graphs]
+    edits = [local_edit(name, facts.parameters[name], context, "", "") for name in local]
+    diff = GraphDiff.of(diffs, settings.world_size, tuple(edits))
+    return Prepared(captured, sharding, diff, frozenset(facts.readers))
 
 
 def _text(prepared: Prepared) -> str:
@@ -255,6 +254,3 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     hooks: Mapping[Any, Any] | None = parameter._backward_hooks or parameter._post_accumulate_grad_hooks  # type: ignore[assignment]
     if hooks:
         raise CaptureError(describe(name, "it has a hook", "none", "Register hooks of parameters after autoshard()."))
-
-
-__all__ = ["autoshard", "dist", "graph_diff", "sharding_plan", "unshard"]

@@ -49,23 +49,26 @@ class GraphDiff:
 
     Attributes:
         regions: the traced modules, without those layers whose code stands in a larger graph.
+        outside: what was done to parameters that no graph reads.
         world_size: ranks in the mesh.
     """
 
     regions: tuple[RegionDiff, ...]
+    outside: tuple[Edit, ...]
     world_size: int
 
     @classmethod
-    def of(cls, regions: Sequence[RegionDiff], world_size: int) -> GraphDiff:
+    def of(cls, regions: Sequence[RegionDiff], world_size: int, outside: tuple[Edit, ...]) -> GraphDiff:
         """The diff of these regions; a single layer is left out where a larger graph holds it already."""
         inlined = {edit.module for region in regions if not region.is_layer for edit in region.edits}
         shown = [region for region in regions if not (region.is_layer and region.path in inlined)]
-        return cls(tuple(shown), world_size)
+        return cls(tuple(shown), outside, world_size)
 
     @property
     def edits(self) -> tuple[Edit, ...]:
         """Every edit that a step of the model meets: those of the training graph where there are two."""
-        return tuple(edit for region in self.regions if region.mode is not False for edit in region.edits)
+        graphs = [region for region in self.regions if region.mode is not False]
+        return (*(edit for region in graphs for edit in region.edits), *self.outside)
 
     def bytes(self, direction: str | None = None) -> sympy.Expr:
         """Bytes on the wire per step, all ranks together, in the batch size B where it is not known.

@@ -289,16 +289,10 @@ def _row(name: str, strategy: str, dim: int | None, reason: str, facts: Facts) -
         dtype=str(parameter.dtype).removeprefix("torch."),
         strategy=strategy,
         dim=dim,
-        sites=tuple(dict.fromkeys(f"{site.op} {layer_path(site)}" for site in sites)),
+        sites=tuple(dict.fromkeys(f"{site.op} {site.module or site.weight}" for site in sites)),
         reason=reason,
         aliases=tuple(alias for alias, first in facts.canonical.items() if first == name and alias != name),
     )
-
-
-def layer_path(site: Site) -> str:
-    """The layer's path in the model; the weight's owner where the trace recorded none."""
-    inner = site.module or site.weight.rpartition(".")[0]
-    return inner or "the model"
 
 
 def _notes(model: nn.Module, capture: Capture) -> tuple[str, ...]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Callable, Mapping
 
+import sympy
 import torch
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
@@ -14,7 +17,7 @@ from passes.normalize import FoldFixedBags, InlineLayers, InlineModes
 from passes.rewrite import embedding, embedding_bag, linear, parameters
 from passes.rewrite.sandwich import Context, Sandwich
 from passes.sites import EMBEDDING, EMBEDDING_BAG, LINEAR, Call, Scope, calls, nested_call_users, scopes
-from passes.traffic import shape_of
+from passes.traffic import B, shape_of
 
 _ARROWS = {
     True: "Shard(0) -> Replicate -> Shard(-1) -> Shard(0)",
@@ -38,7 +41,7 @@ class ShardColwise(GraphPass):
         before = len(self.edits)
         sharded = self._context.plan.colwise()
         for scope in scopes(graph_module, self._prefix):
-            differentiable = _differentiable(scope)
+            differentiable = _differentiable(scope, inputs=bool(self._prefix))
             for call in calls(scope):
                 if scope.parameters[call.weight] in sharded:
                     sandwich = Sandwich(scope, call, self._context, self._parameters, differentiable)
@@ -113,10 +116,11 @@ def _operand_shapes(call: Call) -> str:
     return f", {before} -> {after}"
 
 
-def _differentiable(scope: Scope) -> frozenset[fx.Node]:
+def _differentiable(scope: Scope, inputs: bool) -> frozenset[fx.Node]:
     """The nodes whose value carries a gradient: what depends on a trainable parameter and is not of integers.
 
-    A batch is taken to carry none. Used for reports only.
+    The inputs of a submodule are taken to carry one (`inputs`), the batch that goes into the whole model none. Used for
+    reports only.
     """
     found: set[fx.Node] = set()
     for node in scope.graph_module.graph.nodes:
@@ -129,7 +133,7 @@ def _differentiable(scope: Scope) -> frozenset[fx.Node]:
             module = scope.graph_module.get_submodule(str(node.target))
             carries = any(p.requires_grad for p in module.parameters())
         else:
-            carries = node.op == "placeholder" and node in scope.parameters
+            carries = node.op == "placeholder" and (inputs or node in scope.parameters)
         if carries or any(source in found for source in node.all_input_nodes):
             found.add(node)
     return frozenset(found)
@@ -170,7 +174,25 @@ def shard_graph(
     for scope in scopes(graph_module, prefix):
         scope.graph_module.graph.lint()
         scope.graph_module.recompile()
-    return [edit for graph_pass in passes for edit in graph_pass.edits]
+    symbol = _batch_symbol(graph_module)
+    return [_in_batch(edit, symbol) for graph_pass in passes for edit in graph_pass.edits]
+
+
+def _batch_symbol(graph_module: fx.GraphModule) -> sympy.Symbol | None:
+    """The symbol that export gave to dimension 0 of the first input that has a dynamic one."""
+    for node in graph_module.graph.find_nodes(op="placeholder"):
+        shape = shape_of(node)
+        if shape and isinstance(shape[0], sympy.Symbol):
+            return shape[0]
+    return None
+
+
+def _in_batch(edit: Edit, symbol: sympy.Symbol | None) -> Edit:
+    """The edit with the batch size written as B."""
+    if symbol is None:
+        return edit
+    items = tuple(dataclasses.replace(t, bytes=t.bytes.subs(symbol, B)) for t in edit.traffic)
+    return dataclasses.replace(edit, traffic=items, shapes=re.sub(rf"\b{symbol}\b", str(B), edit.shapes))
 
 
 def normalize(graph_module: fx.GraphModule) -> None:

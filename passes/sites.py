@@ -157,7 +157,13 @@ class Scope:
 
     graph_module: fx.GraphModule
     path: str
+    prefix: str
     parameters: Mapping[fx.Node, str]
+
+    def module_of(self, node: fx.Node) -> str:
+        """The path in the whole model of the innermost module whose forward made the node."""
+        inner = module_path(node)
+        return f"{self.prefix}.{inner}" if self.prefix and inner else self.prefix or inner
 
 
 def scopes(graph_module: fx.GraphModule, prefix: str = "", path: str = "") -> Iterator[Scope]:
@@ -178,7 +184,7 @@ def _scopes(graph_module: fx.GraphModule, prefix: str, path: str, outer: Mapping
         value = _attribute(graph_module, node.target)
         if isinstance(value, nn.Parameter) and id(value) in names:
             parameters[node] = f"{prefix}.{node.target}" if prefix else str(node.target)
-    yield Scope(graph_module, path, parameters)
+    yield Scope(graph_module, path, prefix, parameters)
     for node, nested, arguments in _nested_calls(graph_module):
         placeholders = nested.graph.find_nodes(op="placeholder")
         bound = {
@@ -265,26 +271,26 @@ def find_sites(graph_module: fx.GraphModule, prefix: str = "") -> tuple[Site, ..
         site
         for scope in scopes(graph_module, prefix)
         for node in scope.graph_module.graph.nodes
-        if (site := _site_of(node, scope, prefix)) is not None
+        if (site := _site_of(node, scope)) is not None
     )
 
 
-def _site_of(node: fx.Node, scope: Scope, prefix: str) -> Site | None:
+def _site_of(node: fx.Node, scope: Scope) -> Site | None:
     if node.op == "call_module":
-        return _layer_site(node, scope, prefix)
+        return _layer_site(node, scope)
     call = match(node)
     if call is None or call.weight not in scope.parameters:
         return None
     return _site(call, scope)
 
 
-def _layer_site(node: fx.Node, scope: Scope, prefix: str) -> Site | None:
+def _layer_site(node: fx.Node, scope: Scope) -> Site | None:
     """The site of a layer that stands in the graph as a module."""
     layer = scope.graph_module.get_submodule(str(node.target))
     op = LAYER_TYPES.get(type(layer))
     if op is None:
         return None
-    path = f"{prefix}.{node.target}" if prefix else str(node.target)
+    path = f"{scope.prefix}.{node.target}" if scope.prefix else str(node.target)
     options = {name: getattr(layer, name) for name in _DEFAULTS[op] if hasattr(layer, name)}
     return Site(
         op=op,
@@ -303,7 +309,7 @@ def _site(call: Call, scope: Scope) -> Site:
         op=call.op,
         graph=scope.path,
         node=call.node.name,
-        module=module_path(call.node),
+        module=scope.module_of(call.node),
         where=source_line(call.node),
         weight=scope.parameters[call.weight],
         bias=None if call.bias is None else scope.parameters.get(call.bias),

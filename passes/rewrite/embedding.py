@@ -15,6 +15,7 @@ def rewrite(sandwich: Sandwich) -> None:
     call = sandwich.call
     ids = sandwich.to_columns(call.input)
     columns = sandwich.add(
+        f"{call.node.name}_columns",
         lookup.embedding,
         ids,
         sandwich.lookup_shard(ids),

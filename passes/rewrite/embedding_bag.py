@@ -24,6 +24,7 @@ def rewrite(sandwich: Sandwich) -> None:
     call = sandwich.call
     ids = sandwich.to_columns(call.input)
     columns = sandwich.add(
+        f"{call.node.name}_columns",
         lookup.embedding_bag,
         ids,
         sandwich.lookup_shard(ids),
@@ -43,7 +44,9 @@ def _offsets(sandwich: Sandwich) -> Any:
     if not (isinstance(offsets, fx.Node) and context.batch_sharded):
         return offsets
     sandwich.moves("all_gather", FORWARD, rows_of(offsets) * itemsize_of(offsets, torch.int64))
-    return sandwich.add(lookup.all_gather_offsets, offsets, call.input, context.group, at=sandwich.at)
+    return sandwich.add(
+        f"{offsets.name}_all", lookup.all_gather_offsets, offsets, call.input, context.group, at=sandwich.at
+    )
 
 
 def _per_sample_weights(sandwich: Sandwich) -> Any:

@@ -17,7 +17,7 @@ def rewrite(sandwich: Sandwich) -> None:
     call = sandwich.call
     x = sandwich.to_columns(call.input, feature_dims=1)
     bias = None if call.bias is None else sandwich.shard(call.bias)
-    columns = sandwich.add(F.linear, x, sandwich.shard(call.weight), bias)
+    columns = sandwich.add(f"{call.node.name}_columns", F.linear, x, sandwich.shard(call.weight), bias)
     rows = rows_of(call.input, feature_dims=1)
     out = sandwich.from_columns(columns, call.input, rows, sandwich.weight.size(0), feature_dims=1)
     sandwich.replace(out)

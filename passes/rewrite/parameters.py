@@ -17,19 +17,27 @@ def rewrite(node: fx.Node, users: list[fx.Node], scope: Scope, context: Context,
     """Puts `replicate_parameter` between a parameter's node and those of its users that want the whole of it."""
     graph = scope.graph_module.graph
     with graph.inserting_after(node):
-        local = graph.call_function(redistribute.replicate_parameter, (node, context.group, context.reduction))
+        arguments = (node, context.group, context.reduction)
+        local = graph.create_node(
+            "call_function", redistribute.replicate_parameter, arguments, {}, f"{node.name}_local"
+        )
     if "val" in node.meta:
         local.meta["val"] = node.meta["val"]
     for user in users:
         user.replace_input_with(node, local)
-    name = scope.parameters[node]
+    return edit(scope.parameters[node], parameter, context, scope.path, node.name)
+
+
+def edit(name: str, parameter: torch.nn.Parameter, context: Context, graph: str, node: str) -> Edit:
+    """The record of a parameter that stays whole: in a graph, or in a module that runs as it is (`node` is empty)."""
+    reduced = f", gradient {context.reduction} over ranks" if _reduces(context, parameter) else ""
     return Edit(
-        graph=scope.path,
-        node=node.name,
+        graph=graph,
+        node=node,
         module=name.rpartition(".")[0],
         op="parameter",
         parameter=name,
-        what="replicated" + ("" if not _reduces(context, parameter) else f", gradient {context.reduction} over ranks"),
+        what=f"replicated{reduced}",
         why="",
         placement="Replicate",
         shapes=" x ".join(map(str, parameter.shape)),

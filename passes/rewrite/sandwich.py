@@ -17,7 +17,7 @@ from torch import fx
 from passes.ops import redistribute
 from passes.ops.renorm import norm_dtype, renorm
 from passes.plan import ShardingPlan
-from passes.sites import Call, Scope, module_path
+from passes.sites import Call, Scope
 from passes.traffic import BACKWARD, FORWARD, Traffic, W, itemsize_of, rows_of, traffic
 
 
@@ -54,7 +54,7 @@ class Sandwich:
     @property
     def at(self) -> str:
         """Module path of the layer, for errors."""
-        return module_path(self.call.node) or self.weight_name.rpartition(".")[0] or self.call.node.name
+        return self.scope.module_of(self.call.node) or self.weight_name
 
     @property
     def weight_name(self) -> str:
@@ -65,11 +65,11 @@ class Sandwich:
         """The whole parameter, for its shape and dtype only."""
         return self.parameters[self.weight_name]
 
-    def add(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+    def add(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """A new node in front of the call's node, with its stack trace and module path."""
         graph = self.scope.graph_module.graph
         with graph.inserting_before(self.call.node):
-            node = graph.call_function(function, args, kwargs)
+            node = graph.create_node("call_function", function, args, kwargs, name)
         for key in ("nn_module_stack", "stack_trace"):
             if key in self.call.node.meta:
                 node.meta[key] = self.call.node.meta[key]
@@ -78,7 +78,9 @@ class Sandwich:
     def shard(self, parameter: fx.Node) -> fx.Node:
         """This rank's columns of a parameter."""
         context = self.context
-        return self.add(redistribute.local_columns, parameter, context.group, context.reduction)
+        return self.add(
+            f"{parameter.name}_shard", redistribute.local_columns, parameter, context.group, context.reduction
+        )
 
     def to_columns(
         self,
@@ -94,10 +96,10 @@ class Sandwich:
             if needs_gradient:
                 self.moves("reduce_scatter", BACKWARD, self._nbytes(x) * W)
             more = {"feature_dims": feature_dims} if feature_dims else {}
-            return self.add(gather, x, group, at=self.at, **more)
+            return self.add(f"{x.name}_all", gather, x, group, at=self.at, **more)
         if needs_gradient:
             self.moves("all_reduce", BACKWARD, self._nbytes(x))
-            return self.add(redistribute.copy_to_columns, x, group)
+            return self.add(f"{x.name}_all", redistribute.copy_to_columns, x, group)
         return x
 
     def from_columns(
@@ -111,9 +113,13 @@ class Sandwich:
             for direction in (FORWARD, BACKWARD) if differentiable else (FORWARD,):
                 self.moves("all_to_all", direction, rows * num_columns * itemsize)
             more = {"feature_dims": feature_dims} if feature_dims else {}
-            return self.add(redistribute.rearrange_columns, columns, like, num_columns, group, **more)
+            return self.add(
+                f"{self.call.node.name}_rows", redistribute.rearrange_columns, columns, like, num_columns, group, **more
+            )
         self.moves("all_gather", FORWARD, rows * sympy.ceiling(sympy.Integer(num_columns) / W) * itemsize)
-        return self.add(redistribute.gather_columns, columns, num_columns, group, at=self.at)
+        return self.add(
+            f"{self.call.node.name}_rows", redistribute.gather_columns, columns, num_columns, group, at=self.at
+        )
 
     def lookup_options(self) -> dict[str, Any]:
         """The options of a lookup that differ from their defaults; a padding row counts from the first row."""
@@ -131,7 +137,7 @@ class Sandwich:
         rows = rows_of(self.call.input) * (W if self.context.batch_sharded else 1)
         self.moves("all_reduce", FORWARD, rows * norm_dtype(self.weight.dtype).itemsize)
         arguments = (shard, ids, float(options["max_norm"]), float(options["norm_type"]))
-        return self.add(renorm, *arguments, self.context.group)
+        return self.add(f"{shard.name}_renormed", renorm, *arguments, self.context.group)
 
     def moves(self, collective: str, direction: str, nbytes: sympy.Expr) -> None:
         """Notes a collective of `nbytes` per rank."""
