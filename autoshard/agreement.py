@@ -1,4 +1,4 @@
-"""Do the ranks agree? Every rank does its part, then all compare; where one failed or differs, all raise the same error."""
+"""Do the ranks agree? Every rank does its part, then all compare; where one failed or differs, all raise the same."""
 
 from __future__ import annotations
 
@@ -34,18 +34,16 @@ def agree(mesh: DeviceMesh, work: Callable[[], T], text: Callable[[T], str]) -> 
     try:
         result = work()
         own = text(result)
-    except Exception as error:  # noqa: BLE001  # told to all ranks, then raised
+    except Exception as error:  # told to all ranks, then raised
         failure = error
     digest = hashlib.sha256(own.encode()).hexdigest()
     statuses: list[tuple[str, Exception | None]] = _exchange(mesh, (digest, _portable(failure)))
-    failures = [error for _, error in statuses]
+    failures = [raised for _, raised in statuses]
     if any(failures):
-        rank, error = next((r, e) for r, e in enumerate(failures) if e is not None)
-        if failure is not None and str(failure) == str(error):
+        rank, first = next((r, e) for r, e in enumerate(failures) if e is not None)
+        if failure is not None and all(str(other) == str(first) for other in failures):
             raise failure
-        if isinstance(error, AutoshardError) and all(str(e) == str(error) for e in failures):
-            raise error
-        raise _one_rank_failed(rank, error) from failure
+        raise _one_rank_failed(rank, first) from failure
     if len({digest for digest, _ in statuses}) > 1:
         raise AgreementError(_first_difference(_exchange(mesh, own)))
     return result

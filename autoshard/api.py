@@ -13,8 +13,8 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from autoshard import parameters
 from autoshard.agreement import agree
 from autoshard.capture import Capture, capture
-from autoshard.export import capture_export
 from autoshard.diff import GraphDiff, RegionDiff, readable_code
+from autoshard.export import capture_export
 from autoshard.mesh import resolve_mesh
 from autoshard.planner import PlanSpec, gather_facts, make_plan
 from passes.errors import AutoshardError, CaptureError, PlanError, describe
@@ -58,21 +58,22 @@ def autoshard(
 ) -> M:
     """Shards a model's embedding, embedding_bag and linear layers by column. Collective over the mesh.
 
-    The model is changed in place and returned: its parameters become DTensors under their own names, its layers compute on
-    this rank's columns. Parameters must be equal on all ranks, or on the meta device. Call it before `torch.compile` and
+    The model is changed in place and returned: its parameters become DTensors under their own names, its layers
+    compute on this rank's columns. Parameters must be equal on all ranks, or on the meta device. Call it before
+    `torch.compile` and
     before the optimizer is built, and do not wrap the result in DDP: gradients are reduced inside of the graph.
 
     Args:
         model: any module. Batch norm in training sees each rank's own rows, as under DDP.
         mesh: 1-D; all ranks of the default process group if None.
-        plan: "auto" or "colwise" shards whatever has a feature axis; a ShardingPlan; or {glob of parameter names: "colwise" |
-            "replicate"}, the first glob that matches counts, what none matches is replicated.
-        example_inputs: a tuple of arguments, or (args, kwargs). With them the model is captured by `torch.export`, its batch
-            dimension dynamic, and the diff knows every shape.
+        plan: "auto" or "colwise" shards whatever has a feature axis; a ShardingPlan; or {glob of parameter names:
+            "colwise" | "replicate"}, the first glob that matches counts, what none matches is replicated.
+        example_inputs: a tuple of arguments, or (args, kwargs). With them the model is captured by `torch.export`, its
+            batch dimension dynamic, and the diff knows every shape.
         input_placement: `Shard(0)`: each rank calls the model with its own batch and gets the result of that;
             `Replicate()`: all ranks call it with the same batch.
-        gradient_reduction: for `Shard(0)`, "mean" gives the gradient of the mean of the ranks' losses (as DDP does), "sum" that of
-            their sum.
+        gradient_reduction: for `Shard(0)`, "mean" gives the gradient of the mean of the ranks' losses (as DDP does),
+            "sum" that of their sum.
 
     Returns:
         The model.
@@ -251,6 +252,6 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         raise CaptureError(
             describe(name, "it has a gradient", "none", "Call model.zero_grad(set_to_none=True) before autoshard().")
         )
-    hooks: Mapping[Any, Any] | None = parameter._backward_hooks or parameter._post_accumulate_grad_hooks  # type: ignore[assignment]
+    hooks: Mapping[Any, Any] | None = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
     if hooks:
         raise CaptureError(describe(name, "it has a hook", "none", "Register hooks of parameters after autoshard()."))

@@ -37,7 +37,8 @@ class Region:
         module: the module.
         graph: its forward, still with whole parameters.
         mode: the value of `module.training` that the graph is for, None if it is for both.
-        is_layer: True for the graph of a single layer, which stands for it when it is called from outside a larger graph.
+        is_layer: True for the graph of a single layer, which stands for it when it is called from outside a larger
+            graph.
     """
 
     path: str
@@ -124,13 +125,13 @@ def trace(module: nn.Module) -> tuple[fx.GraphModule | None, str, dict[str, str]
     """Symbolically traces one module.
 
     Returns:
-        The graph, or None where the module has to stay as it is; the reason why; and path -> reason for the submodules that
-        stand in the graph as they are.
+        The graph, or None where the module has to stay as it is; the reason why; and path -> reason for the submodules
+        that stand in the graph as they are.
     """
     tracer = _Tracer()
     try:
         graph = tracer.trace(module)
-    except Exception as error:  # noqa: BLE001  # whatever a forward raises on proxies
+    except Exception as error:  # whatever a forward raises on proxies
         return None, _first_line(error), {}
     hazard = hazards.find(tracer.recorder.executed)
     if hazard is not None:
@@ -185,7 +186,7 @@ class _Tracer(fx.Tracer):
             if hazard is not None:
                 raise Untraceable(hazard)
             return out
-        except Exception as error:  # noqa: BLE001  # whatever a forward raises on proxies
+        except Exception as error:  # whatever a forward raises on proxies
             self.kept[path] = _first_line(error)
             self.module_stack = stack
             del self.recorder.executed[executed:]
@@ -208,7 +209,7 @@ def _no_custom_functions() -> Iterator[None]:
     def refuse(*_: Any, **__: Any) -> None:
         raise Untraceable("calls a torch.autograd.Function, whose backward a trace would lose")
 
-    Function.apply = staticmethod(refuse)  # type: ignore[method-assign, assignment]  # put back below
+    Function.apply = staticmethod(refuse)  # type: ignore[method-assign]  # put back below
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""What autoshard() changed, for people: readable code before and after, every edit with its shapes, placement and bytes."""
+"""What autoshard() changed, for people: readable code before and after, each edit with its shapes and bytes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Capture with example inputs: torch.export of the whole model, once for training and once for evaluation.
 
-Where export refuses a model, the ladder of `autoshard.capture` goes on without the examples, and the plan's notes say why.
+Where export refuses a model, the ladder of `autoshard.capture` goes on without the examples, and the plan's notes say
+why.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def capture_export(model: nn.Module, example_inputs: Any) -> Capture:
 
     Args:
         model: any module.
-        example_inputs: a tuple of arguments, or (args, kwargs). Dimension 0 of every tensor is dynamic, the others are what the
-            examples have; the examples' batch should be of two rows or more.
+        example_inputs: a tuple of arguments, or (args, kwargs). Dimension 0 of every tensor is dynamic, the others are
+            what the examples have; the examples' batch should be of two rows or more.
 
     Raises:
         CaptureError: if the examples are no arguments of the model.
@@ -44,7 +45,7 @@ def capture_export(model: nn.Module, example_inputs: Any) -> Capture:
     if obstacle is None:
         try:
             graphs = {mode: _export(model, args, kwargs, mode) for mode in (True, False)}
-        except Exception as error:  # noqa: BLE001  # whatever a model raises in export
+        except Exception as error:  # whatever a model raises in export
             _require_runnable(model, args, kwargs, error)
             obstacle = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if obstacle is not None:
@@ -117,7 +118,8 @@ def _rename_own_attributes(graph_module: fx.GraphModule, model: nn.Module, prefi
         for name in (*graph_module._modules, *graph_module._buffers, *graph_module._parameters)
         if not hasattr(model, name)
     }
-    for store in (graph_module._modules, graph_module._buffers, graph_module._parameters):
+    stores: tuple[dict[str, Any], ...] = (graph_module._modules, graph_module._buffers, graph_module._parameters)
+    for store in stores:
         for name in own & store.keys():
             store[f"{prefix}_{name}"] = store.pop(name)
     for node in graph_module.graph.nodes:

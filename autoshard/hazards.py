@@ -1,9 +1,9 @@
 """What `torch.fx` tracing would silently get wrong, found in the source of the code that a trace ran.
 
-A trace runs a forward once, with proxies for tensors. Code that asks a proxy what it is (`x is None`, `isinstance(x, ...)`),
-that depends on a mode (`self.training`, a `with` block), or that leaves something behind (`self.cache = x`) runs, and the
-graph is wrong for the next call. So the code that ran is read, and a module with such code is left as it is: inside of it
-tracing goes on at its children, and nothing is lost but optimisations across it.
+A trace runs a forward once, with proxies for tensors. Code that asks a proxy what it is (`x is None`, `isinstance(x,
+...)`), that depends on a mode (`self.training`, a `with` block), or that leaves something behind (`self.cache = x`)
+runs, and the graph is wrong for the next call. So the code that ran is read, and a module with such code is left as it
+is: inside of it tracing goes on at its children, and nothing is lost but optimisations across it.
 """
 
 from __future__ import annotations
@@ -157,12 +157,16 @@ _HARMLESS_READS = frozenset({"dtype", "device", "shape", "size", "ndim", "requir
 
 
 def parameter_reads(module: torch.nn.Module) -> Iterator[tuple[str, ...]]:
-    """Paths of the attributes that a module's own methods read below a child (`self.child.weight` -> ("child", "weight"))."""
+    """Paths of what a module's own methods read below a child: `self.child.weight` -> ("child", "weight")."""
     for method in _methods(type(module)):
         tree = parse(method)
         if tree is None:
             continue
-        harmless = {id(node.value) for node in ast.walk(tree) if _is_harmless(node)}
+        harmless = {
+            id(node.value)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and node.attr in _HARMLESS_READS
+        }
         harmless |= {
             id(node.args[0])
             for node in ast.walk(tree)
@@ -180,10 +184,6 @@ def _methods(cls: type) -> Iterator[Any]:
         if base is torch.nn.Module or base is object:
             return
         yield from (value for name, value in vars(base).items() if inspect.isfunction(value) and name != "__init__")
-
-
-def _is_harmless(node: ast.AST) -> Any:
-    return isinstance(node, ast.Attribute) and node.attr in _HARMLESS_READS
 
 
 def _name(node: ast.AST) -> str | None:

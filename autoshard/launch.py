@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 from passes.errors import AutoshardError, describe
 
@@ -89,14 +90,14 @@ def _run(
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
             if backend == "nccl":
                 torch.cuda.set_device(rank)
-            store = dist.FileStore(str(Path(folder, "store")), world_size)
+            store = FileStore(str(Path(folder, "store")), world_size)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
             function, args = pickle.loads(payload)
             send.send(("result", function(*args)))
             dist.barrier()
         except AutoshardError as error:
             send.send(("ours", error))
-        except Exception:  # noqa: BLE001  # told to the parent
+        except Exception:  # told to the parent
             send.send(("failure", traceback.format_exc()))
         finally:
             faulthandler.cancel_dump_traceback_later()

@@ -1,14 +1,14 @@
 """Parameters become DTensors, and modules learn to use them. The only room that changes a model.
 
-Every parameter becomes a DTensor under its own name: Shard(feature axis) where the plan shards it, Replicate elsewhere. Who
-reads a parameter gets what it can use:
+Every parameter becomes a DTensor under its own name: Shard(feature axis) where the plan shards it, Replicate
+elsewhere. Who reads a parameter gets what it can use:
 
     a traced graph             the DTensor; the graph's own nodes make a plain tensor of it
     a module's own forward     a plain tensor, whose gradient is reduced over the ranks (`replicate_parameter`)
     everybody else             the DTensor: optimizers, state_dict, checkpoints, initialisation
 
-The second row works through a twin: an object that shares the module's `__dict__`, of a class in which each parameter is a
-property. The module's forward runs with the twin as its `self`. What it writes, it writes into the module.
+The second row works through a twin: an object that shares the module's `__dict__`, of a class in which each parameter
+is a property. The module's forward runs with the twin as its `self`. What it writes, it writes into the module.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from passes.errors import ConsumedError, describe
 from passes.layout import chunk_offset, chunk_sizes
@@ -75,7 +75,8 @@ def _distribute(parameter: nn.Parameter, dim: int | None, mesh: DeviceMesh) -> n
     """One parameter as a DTensor parameter; `dim` is None for a replicated one."""
     whole = parameter.detach()
     if dim is None:
-        local, placement = whole, Replicate()
+        local: Tensor = whole
+        placement: Placement = Replicate()
     else:
         world, rank = mesh.size(), mesh.get_local_rank()
         length = whole.size(dim)

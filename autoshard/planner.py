@@ -1,7 +1,7 @@
 """From sites to a plan: which parameters are sharded, and for every one that is not, why.
 
-A parameter is sharded along its feature axis only if every use of it is a site that takes it so. A weight and its bias are
-decided together. Everything else is replicated, with the reason in its row.
+A parameter is sharded along its feature axis only if every use of it is a site that takes it so. A weight and its bias
+are decided together. Everything else is replicated, with the reason in its row.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from passes.sites import LAYER_TYPES, LINEAR, OtherUse, Site, find_other_uses, f
 
 PlanSpec = str | ShardingPlan | Mapping[str, str]
 
+_LAYERS = tuple(LAYER_TYPES)
 _BATCH_MIXING = (nn.modules.batchnorm._BatchNorm,)
 
 
@@ -99,8 +100,8 @@ def make_plan(model: nn.Module, capture: Capture, spec: PlanSpec, world_size: in
         world_size: ranks in the mesh.
 
     Raises:
-        PlanError: for a strategy that does not exist, a glob that matches nothing, a weight that is not floating point, or a
-            parameter that is asked for by its full name and cannot be sharded.
+        PlanError: for a strategy that does not exist, a glob that matches nothing, a weight that is not floating
+            point, or a parameter that is asked for by its full name and cannot be sharded.
     """
     facts = gather_facts(model, capture)
     weights = _weights(model, facts)
@@ -131,7 +132,7 @@ def _weights(model: nn.Module, facts: Facts) -> list[str]:
     layers = {
         facts.canonical[f"{path}.{name}" if path else name]
         for path, module in model.named_modules()
-        if isinstance(module, tuple(LAYER_TYPES))
+        if isinstance(module, _LAYERS)
         for name, _ in module.named_parameters(recurse=False)
     }
     chosen = layers | set(facts.sites)

@@ -1,8 +1,9 @@
 """verify(): original and sharded model side by side, in fresh processes.
 
-The original is what one process computes: for each rank's batch its loss, the gradient of the mean (or sum) of these losses, an
-optimizer step. For a model that does not mix rows of the batch that is the model on the concatenated batch; for one that does
-(batch norm) it is what DDP computes. Random numbers (dropout) are drawn from one seed per rank and step on both sides.
+The original is what one process computes: for each rank's batch its loss, the gradient of the mean (or sum) of these
+losses, an optimizer step. For a model that does not mix rows of the batch that is the model on the concatenated batch;
+for one that does (batch norm) it is what DDP computes. Random numbers (dropout) are drawn from one seed per rank and
+step on both sides.
 """
 
 from __future__ import annotations
@@ -125,9 +126,10 @@ def verify(
 
     Args:
         build_model: makes the model; the same one on every call, whatever the random seed was before.
-        build_batch: makes one rank's arguments of the model: a tuple, or (args, kwargs). Called with (rank, step), with one
-            number that differs for each rank and step, or with nothing after `torch.manual_seed` of that number, by how many
-            arguments it takes. All of these functions must be importable: top-level functions of a module.
+        build_batch: makes one rank's arguments of the model: a tuple, or (args, kwargs). Called with (rank, step),
+            with one number that differs for each rank and step, or with nothing after `torch.manual_seed` of that
+            number, by how many arguments it takes. All of these functions must be importable: top-level functions of a
+            module.
         world_size: number of processes.
         plan: as in `autoshard`.
         steps: optimizer steps.
@@ -281,7 +283,7 @@ def _train(
             outputs.append([leaf.detach().clone() for leaf in leaves])
             if trained:
                 divisor = 1 if job.gradient_reduction == SUM else len(ranks)
-                (job.loss(out) / divisor).backward()  # type: ignore[no-untyped-call]
+                (job.loss(out) / divisor).backward()
         gradients = {name: _whole(p.grad) for name, p in model.named_parameters()}
         if optimizer is not None:
             optimizer.step()
@@ -316,7 +318,7 @@ def _compare(expected: list[_Step], sharded: list[_Step], outputs: list[Any]) ->
 
 
 def _difference(expected: Tensor | None, got: Tensor | None) -> float:
-    """Relative to the largest value; infinite where shapes, dtypes or presence differ. No gradient equals a zero one."""
+    """Relative to the largest value; infinite where shapes, dtypes or presence differ. None equals a zero gradient."""
     if expected is None or got is None:
         present = got if expected is None else expected
         return 0.0 if present is None or not present.any() else float("inf")

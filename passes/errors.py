@@ -1,7 +1,7 @@
 """The error classes of autoshard.
 
-Every message has four parts in this order: the place (module path, source line where known), the fact that was found, what
-was expected, and what to do about it. `describe` puts them together, so that no message lacks one.
+Every message has four parts in this order: the place (module path, source line where known), the fact that was found,
+what was expected, and what to do about it. `describe` puts them together, so that no message lacks one.
 """
 
 from __future__ import annotations

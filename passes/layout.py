@@ -1,7 +1,8 @@
 """Column layout: which rank holds which columns.
 
-D columns over W ranks follow `torch.chunk`, as DTensor and DCP do: ceil(D / W) columns each until none are left, so that
-the last ranks may hold fewer, or none. Columns stay in order: rank r holds columns `offset(r)` to `offset(r) + size(r)`.
+D columns over W ranks follow `torch.chunk`, as DTensor and DCP do: ceil(D / W) columns each until none are left, so
+that the last ranks may hold fewer, or none. Columns stay in order: rank r holds columns `offset(r)` to `offset(r) +
+size(r)`.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ FoldFixedBags   embedding_bag of flattened ids (B*L,) with -> embedding_bag of i
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import fx, nn
 from torch.fx.passes.infra.pass_base import PassResult
 
 from passes.graph_pass import GraphPass
-from passes.sites import EMBEDDING, EMBEDDING_BAG, LAYER_TYPES, Call, match, scopes
+from passes.sites import EMBEDDING, EMBEDDING_BAG, LAYER_TYPES, LINEAR, Call, match, scopes
 
 
 class InlineLayers(GraphPass):
@@ -83,7 +84,7 @@ def _inline_mode(node: fx.Node, graph_module: fx.GraphModule) -> None:
         graph.call_function(leave, (before,))
     for user in list(node.users):
         assert user.target is operator.getitem and isinstance(out, (tuple, list))
-        user.replace_all_uses_with(out[user.args[1]])  # type: ignore[index, arg-type]  # the getitem's number
+        user.replace_all_uses_with(out[user.args[1]])  # type: ignore[index]  # the getitem's number
         graph.erase_node(user)
     graph.erase_node(node)
     if not fetch.users:
@@ -97,29 +98,29 @@ def _inline(node: fx.Node, layer: nn.Module, graph_module: fx.GraphModule) -> No
         names = [name for name, p in layer.named_parameters(recurse=False) if p is not None]
         values = {name: graph.get_attr(f"{node.target}.{name}") for name in names}
         operands = dict(zip(_FORWARD[op], node.args, strict=False)) | dict(node.kwargs)
-        if op == EMBEDDING:
-            function, arguments = F.embedding, _options(layer, _EMBEDDING_OPTIONS)
-        elif op == EMBEDDING_BAG:
-            function, arguments = F.embedding_bag, _options(layer, _BAG_OPTIONS)
-        else:
-            function, arguments = F.linear, {}
-        new = graph.call_function(function, (), {**operands, **values, **arguments})
+        options = {name: getattr(layer, name) for name in _OPTIONS[op]}
+        new = graph.call_function(_FUNCTION[op], (), {**operands, **values, **options})
     new.meta.update(node.meta)
     node.replace_all_uses_with(new)
     graph.erase_node(node)
 
 
+_FUNCTION: dict[str, Callable[..., Any]] = {
+    EMBEDDING: F.embedding,
+    EMBEDDING_BAG: F.embedding_bag,
+    LINEAR: F.linear,
+}
 _FORWARD = {
     EMBEDDING: ("input",),
     EMBEDDING_BAG: ("input", "offsets", "per_sample_weights"),
-    "linear": ("input",),
+    LINEAR: ("input",),
 }
-_EMBEDDING_OPTIONS = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
-_BAG_OPTIONS = (*_EMBEDDING_OPTIONS, "mode", "include_last_offset")
-
-
-def _options(layer: nn.Module, names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: getattr(layer, name) for name in names}
+_LOOKUP_OPTIONS = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+_OPTIONS: dict[str, tuple[str, ...]] = {
+    EMBEDDING: _LOOKUP_OPTIONS,
+    EMBEDDING_BAG: (*_LOOKUP_OPTIONS, "mode", "include_last_offset"),
+    LINEAR: (),
+}
 
 
 def _fold(call: Call, graph: fx.Graph) -> bool:

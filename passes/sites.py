@@ -219,7 +219,7 @@ def match(node: fx.Node) -> Call | None:
     """The node as a `Call`, whatever its spelling, or None if it is no embedding, embedding_bag or linear."""
     if node.op != "call_function" or node.target not in _SPELLINGS:
         return None
-    op, names = _SPELLINGS[node.target]  # type: ignore[index]  # a call_function's target is a callable
+    op, names = _SPELLINGS[node.target]
     bound = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     if "indices" in bound:
         bound["input"] = bound.pop("indices")
@@ -230,7 +230,7 @@ def match(node: fx.Node) -> Call | None:
         return None
     options = _DEFAULTS[op] | bound
     if names is _BAG_ATEN:
-        options["mode"] = _BAG_MODES[bound.get("mode", 0)]
+        options["mode"] = _BAG_MODES[int(str(bound.get("mode", 0)))]
     if names in (_EMBEDDING_ATEN, _BAG_ATEN) and options["padding_idx"] == -1:
         options["padding_idx"] = None
     result = node

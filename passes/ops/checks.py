@@ -75,6 +75,5 @@ def _checkable(x: Tensor) -> bool:
         torch.compiler.is_compiling()
         or x.is_meta
         or isinstance(x, torch._subclasses.FakeTensor)
-        or type(x) is not Tensor
-        and not isinstance(x, torch.nn.Parameter)
+        or (type(x) is not Tensor and not isinstance(x, torch.nn.Parameter))
     )

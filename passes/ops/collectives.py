@@ -19,18 +19,19 @@ from typing import cast
 import torch
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
 
 _ops = torch.ops._c10d_functional
 
 
 def group_size(group: str) -> int:
     """The number of ranks in the process group of this name."""
-    return cast(int, c10d._get_group_size_by_name(group))
+    return c10d._get_group_size_by_name(cast("c10d.GroupName", group))
 
 
 def group_rank(group: str) -> int:
     """This rank's place in the process group of this name."""
-    return c10d._resolve_process_group(cast("c10d.GroupName", group)).rank()
+    return _resolve_process_group(cast("c10d.GroupName", group)).rank()
 
 
 # What `torch.compiler.assume_constant_result` does, without importing the compiler: a rank's place in a group never changes.

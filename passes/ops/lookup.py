@@ -89,7 +89,8 @@ def embedding_bag(
             padding_idx=padding_idx,
         )
     if include_last_offset and offsets is not None:
-        return out.unflatten(0, (batches, -1))[:, :-1].flatten(0, 1)
+        by_batch: Tensor = out.unflatten(0, (batches, -1))
+        return by_batch[:, :-1].flatten(0, 1)
     return out
 
 

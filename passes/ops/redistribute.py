@@ -54,7 +54,7 @@ class _AllGather(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _ReduceScatter.apply(gradient, ctx.group), None
+        return _apply(_ReduceScatter, gradient, ctx.group), None
 
 
 class _ReduceScatter(Function):
@@ -65,7 +65,7 @@ class _ReduceScatter(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _AllGather.apply(gradient, ctx.group), None
+        return _apply(_AllGather, gradient, ctx.group), None
 
 
 class _ColumnsToRows(Function):
@@ -78,7 +78,7 @@ class _ColumnsToRows(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _RowsToColumns.apply(gradient, ctx.num_columns, ctx.group), None, None
+        return _apply(_RowsToColumns, gradient, ctx.num_columns, ctx.group), None, None
 
 
 class _RowsToColumns(Function):
@@ -91,7 +91,7 @@ class _RowsToColumns(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _ColumnsToRows.apply(gradient, ctx.num_columns, ctx.group), None, None
+        return _apply(_ColumnsToRows, gradient, ctx.num_columns, ctx.group), None, None
 
 
 class _GatherColumns(Function):
@@ -103,11 +103,12 @@ class _GatherColumns(Function):
         step = chunk_sizes(num_columns, group_size(group))[0]
         padded = torch.nn.functional.pad(x, (0, step - x.size(1)))
         gathered = all_gather(padded, group).unflatten(0, (group_size(group), -1))
-        return gathered.transpose(0, 1).flatten(1)[:, :num_columns].contiguous()
+        rows: Tensor = gathered.transpose(0, 1).flatten(1)
+        return rows[:, :num_columns].contiguous()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _SliceColumns.apply(gradient, ctx.num_columns, ctx.group), None, None
+        return _apply(_SliceColumns, gradient, ctx.num_columns, ctx.group), None, None
 
 
 class _SliceColumns(Function):
@@ -122,7 +123,7 @@ class _SliceColumns(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _GatherColumns.apply(gradient, ctx.num_columns, ctx.group), None, None
+        return _apply(_GatherColumns, gradient, ctx.num_columns, ctx.group), None, None
 
 
 class _CopyToColumns(Function):
@@ -133,7 +134,7 @@ class _CopyToColumns(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _AllReduce.apply(gradient, ctx.group), None
+        return _apply(_AllReduce, gradient, ctx.group), None
 
 
 class _AllReduce(Function):
@@ -144,7 +145,7 @@ class _AllReduce(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _CopyToColumns.apply(gradient, ctx.group), None
+        return _apply(_CopyToColumns, gradient, ctx.group), None
 
 
 class _ScaleGradient(Function):
@@ -209,6 +210,11 @@ def all_gather_optional(x: Tensor | None, group: str, *, at: str) -> Tensor | No
     return None if x is None else all_gather_batch(x, group, at=at)
 
 
+def copy_optional(x: Tensor | None, group: str) -> Tensor | None:
+    """`copy_to_columns` for an operand that may be left out: None stays None."""
+    return None if x is None else copy_to_columns(x, group)
+
+
 def reduce_scatter_batch(x: Tensor, group: str) -> Tensor:
     """Partial -> Shard(0): (W*B, ...) -> (B, ...), summed over the ranks."""
     return _apply(_ReduceScatter, x, group)
@@ -246,10 +252,8 @@ def gather_columns(columns: Tensor, num_columns: int, group: str, *, at: str) ->
     return out.view(*columns.shape[:-1], num_columns)
 
 
-def copy_to_columns(x: Tensor | None, group: str) -> Tensor | None:
+def copy_to_columns(x: Tensor, group: str) -> Tensor:
     """Replicate -> Replicate, before an op on this rank's columns: the gradient is the sum over the ranks."""
-    if x is None:
-        return None
     return _apply(_CopyToColumns, x, group)
 
 
@@ -299,5 +303,5 @@ def _as_matrix(columns: Tensor) -> Tensor:
 
 
 def _apply(function: type[Function], *args: Any) -> Tensor:
-    out: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
+    out: Tensor = function.apply(*args)
     return out

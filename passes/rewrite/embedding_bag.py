@@ -53,7 +53,7 @@ def _per_sample_weights(sandwich: Sandwich) -> Any:
     weights = sandwich.call.options["per_sample_weights"]
     if not isinstance(weights, fx.Node):
         return weights
-    return sandwich.to_columns(weights, gather=redistribute.all_gather_optional)
+    return sandwich.to_columns(weights, gather=redistribute.all_gather_optional, copy=redistribute.copy_optional)
 
 
 def _last_offset(sandwich: Sandwich) -> dict[str, Any]:

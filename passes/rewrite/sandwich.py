@@ -87,6 +87,7 @@ class Sandwich:
         x: fx.Node,
         feature_dims: int = 0,
         gather: Callable[..., Any] = redistribute.all_gather_batch,
+        copy: Callable[..., Any] = redistribute.copy_to_columns,
     ) -> fx.Node:
         """The operand `x` of the call, with the rows of all ranks."""
         needs_gradient = x in self.differentiable
@@ -99,7 +100,7 @@ class Sandwich:
             return self.add(f"{x.name}_all", gather, x, group, at=self.at, **more)
         if needs_gradient:
             self.moves("all_reduce", BACKWARD, self._nbytes(x))
-            return self.add(f"{x.name}_all", redistribute.copy_to_columns, x, group)
+            return self.add(f"{x.name}_all", copy, x, group)
         return x
 
     def from_columns(
