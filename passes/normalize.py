@@ -49,7 +49,7 @@ class FoldFixedBags(GraphPass):
 
 
 class InlineModes(GraphPass):
-    """Puts graphs that are nested for a mode's sake into the graph around them: Dynamo takes no nested call of these."""
+    """Puts graphs that are nested for a mode's sake into the graph around them: Dynamo takes no such call."""
 
     def call(self, graph_module: fx.GraphModule) -> PassResult:
         modified = False

@@ -1,10 +1,10 @@
 """Finding: which nodes of a graph are an embedding, an embedding_bag or a linear, and which parameters they use.
 
-One matcher knows every spelling. What it finds is either a `Call`, which points into the graph (for the passes that edit
-it), or a `Site`, which is plain data (for plans and reports). Finding changes nothing.
+One matcher knows every spelling. What it finds is either a `Call`, which points into the graph (for the passes that
+edit it), or a `Site`, which is plain data (for plans and reports). Finding changes nothing.
 
-A weight is found through the graph's nesting: inside of a nested graph module (an activation checkpoint, a grad-mode region)
-it is a placeholder, which stands for the argument that the outer graph hands in.
+A weight is found through the graph's nesting: inside of a nested graph module (an activation checkpoint, a grad-mode
+region) it is a placeholder, which stands for the argument that the outer graph hands in.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ _BAG_MODES = ("sum", "mean", "max")
 class Site:
     """One use of a weight by an embedding, embedding_bag or linear node.
 
-    `graph` is the path of the traced module that holds the node, `module` the path of the layer that made it, `where` its
-    source line. `weight` and `bias` are parameter names of the whole model; several weights may share one site's bias.
+    `graph` is the path of the traced module that holds the node, `module` the path of the layer that made it, `where`
+    its source line. `weight` and `bias` are parameter names of the whole model; several weights may share one site's
+    bias.
     """
 
     op: str

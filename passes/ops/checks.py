@@ -1,8 +1,8 @@
 """Checks of a batch, made where they cost next to nothing: in eager mode.
 
-A compiled graph holds none of them: Inductor's own bounds checks see the gathered ids on every rank, and a check of sizes
-would be one more collective per step. Both functions raise the same error on every rank, because every rank looks at the
-same gathered numbers.
+A compiled graph holds none of them: Inductor's own bounds checks see the gathered ids on every rank, and a check of
+sizes would be one more collective per step. Both functions raise the same error on every rank, because every rank
+looks at the same gathered numbers.
 """
 
 from __future__ import annotations

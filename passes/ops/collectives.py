@@ -1,8 +1,9 @@
 """Functional collectives: one spelling for every torch version from 2.11. No gradient and no layout here.
 
-The operators of `torch.ops._c10d_functional` have kept their schema over these versions, while the Python functions around
-them (`all_gather_tensor`, `all_gather_single`, `*_autograd`) were renamed and gained gradients of their own. Groups go by
-name, so that a call can stand in a graph's text. Each call waits for its result at once: Inductor moves the wait.
+The operators of `torch.ops._c10d_functional` have kept their schema over these versions, while the Python functions
+around them (`all_gather_tensor`, `all_gather_single`, `*_autograd`) were renamed and gained gradients of their own.
+Groups go by name, so that a call can stand in a graph's text. Each call waits for its result at once: Inductor moves
+the wait.
 
 With W ranks in the group, every function works along dimension 0:
 
@@ -34,7 +35,8 @@ def group_rank(group: str) -> int:
     return _resolve_process_group(cast("c10d.GroupName", group)).rank()
 
 
-# What `torch.compiler.assume_constant_result` does, without importing the compiler: a rank's place in a group never changes.
+# What `torch.compiler.assume_constant_result` does, without importing the compiler: a rank's place in a group never
+# changes.
 vars(group_rank)["_dynamo_marked_constant"] = True
 
 

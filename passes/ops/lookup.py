@@ -6,9 +6,9 @@ error. And a rank that holds no column never calls a kernel: torch's embedding_b
     embedding       ids (...), weight (V, d)                  -> (..., d)
     embedding_bag   ids (bags, L), or (N,) with offsets       -> (bags, d)
 
-Bags of all ranks in one call: `all_gather_offsets` puts the ranks' offsets behind one another, each moved by the ids that
-come before it. With `include_last_offset` a rank's last offset ends its last bag; in the gathered offsets that offset
-begins one bag more, which holds the ids that torch ignores, and the results of these bags are left out.
+Bags of all ranks in one call: `all_gather_offsets` puts the ranks' offsets behind one another, each moved by the ids
+that come before it. With `include_last_offset` a rank's last offset ends its last bag; in the gathered offsets that
+offset begins one bag more, which holds the ids that torch ignores, and the results of these bags are left out.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def embedding_bag(
     Args:
         ids: (bags, L), or (N,) with offsets; int32 or int64, the same on all ranks.
         weight: (V, d), this rank's columns.
-        offsets: (bags,), where each bag begins; with `include_last_offset` (batches * (B + 1),), the offsets of each batch
-            with their last one.
+        offsets: (bags,), where each bag begins; with `include_last_offset` (batches * (B + 1),), the offsets of each
+            batch with their last one.
         per_sample_weights: the shape of ids, the dtype of weight; mode "sum" only.
         at: module path, for errors.
         mode, padding_idx, scale_grad_by_freq, sparse: as in torch; ids count over all ranks.

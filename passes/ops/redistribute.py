@@ -188,8 +188,8 @@ def all_gather_batch(x: Tensor, group: str, *, at: str, feature_dims: int = 0) -
     """Shard(0) -> Replicate: the rows of all ranks, in the order of the mesh.
 
     Args:
-        x: (B, ...), of one size on all ranks. The last `feature_dims` dimensions are features; a tensor that has no other
-            dimension is a batch of one row.
+        x: (B, ...), of one size on all ranks. The last `feature_dims` dimensions are features; a tensor that has no
+            other dimension is a batch of one row.
         group: name of the process group.
         at: module path, for errors.
 
@@ -285,7 +285,8 @@ def local_columns(parameter: Tensor, group: str, reduction: str) -> Tensor:
     Args:
         parameter: a DTensor that is sharded along its feature axis.
         group: name of the process group.
-        reduction: "mean" divides the gradient, which arrives summed over the ranks' rows, by W; "sum" and "none" do not.
+        reduction: "mean" divides the gradient, which arrives summed over the ranks' rows, by W; "sum" and "none" do
+            not.
     """
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return _scale_gradient(local, group, reduction)

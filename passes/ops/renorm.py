@@ -1,15 +1,15 @@
 """max_norm: rows that are looked up are scaled to a norm of at most `max_norm`, in place, before the lookup.
 
-The norm is that of the whole row (all D columns), so each rank gives the part of its d columns and the parts meet in one
-all_reduce of a number per id:
+The norm is that of the whole row (all D columns), so each rank gives the part of its d columns and the parts meet in
+one all_reduce of a number per id:
 
     p            part of a rank        reduction    norm
     inf, -inf    max, min of |w|       max, min     n
     0            count of w != 0       sum          n
     otherwise    sum of |w|^p          sum          n^(1/p)
 
-Definition: `aten::embedding_renorm_`: w * max_norm / (norm + 1e-7) where norm > max_norm, once per distinct id. Ids that
-occur twice write equal values, so no `unique` is needed and every shape is known.
+Definition: `aten::embedding_renorm_`: w * max_norm / (norm + 1e-7) where norm > max_norm, once per distinct id. Ids
+that occur twice write equal values, so no `unique` is needed and every shape is known.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """embedding, sharded by column.
 
-ids (B, ...) -> all_gather_batch -> (W*B, ...) -> embedding on (V, d) -> (W*B, ..., d) -> rearrange_columns -> (B, ..., D)
+ids (B, ...) -> all_gather_batch -> (W*B, ...) -> embedding on (V, d) -> (W*B, ..., d) -> rearrange_columns -> (B, ...,
+D)
 """
 
 from __future__ import annotations
