@@ -55,6 +55,7 @@ def autoshard(
     example_inputs: Any = None,
     input_placement: Placement = Shard(0),
     gradient_reduction: str = MEAN,
+    ragged: bool = False,
 ) -> M:
     """Shards a model's embedding, embedding_bag and linear layers by column. Collective over the mesh.
 
@@ -74,6 +75,8 @@ def autoshard(
             `Replicate()`: all ranks call it with the same batch.
         gradient_reduction: for `Shard(0)`, "mean" gives the gradient of the mean of the ranks' losses (as DDP does),
             "sum" that of their sum.
+        ragged: True if the ranks' batches may differ in size (rows, ids, bags): their sizes travel before the values,
+            with one host synchronisation per layer. Otherwise all ranks' batches must be of the same size.
 
     Returns:
         The model.
@@ -83,7 +86,7 @@ def autoshard(
     """
     _check_arguments(model, input_placement, gradient_reduction)
     mesh = resolve_mesh(mesh, model)
-    context = _Settings(mesh.get_group().group_name, mesh.size(), input_placement, gradient_reduction)
+    context = _Settings(mesh.get_group().group_name, mesh.size(), input_placement, gradient_reduction, ragged)
     prepared = agree(mesh, lambda: prepare(model, plan, example_inputs, context), _text)
     _install(model, prepared, mesh, context)
     model.__dict__[_RECORD] = Record(prepared.plan, prepared.diff, mesh)
@@ -96,6 +99,7 @@ class _Settings:
     world_size: int
     input_placement: Placement
     gradient_reduction: str
+    ragged: bool
 
     @property
     def batch_sharded(self) -> bool:
@@ -113,7 +117,14 @@ def prepare(model: nn.Module, plan: PlanSpec, example_inputs: Any, settings: _Se
         normalize(region.graph)
     sharding = make_plan(model, captured, plan, settings.world_size)
     facts = gather_facts(model, captured)
-    context = Context(sharding, settings.group, settings.world_size, settings.batch_sharded, settings.reduction)
+    context = Context(
+        sharding,
+        settings.group,
+        settings.world_size,
+        settings.batch_sharded,
+        settings.reduction,
+        settings.ragged and settings.batch_sharded,
+    )
     diffs = []
     for region in captured.regions:
         before = readable_code(region.graph)

@@ -156,10 +156,11 @@ def _fixed_length_ids(call: Call) -> fx.Node | None:
     ids = _flattened(call.input)
     if ids is None or call.options["include_last_offset"] or not isinstance(offsets, fx.Node):
         return None
-    if offsets.target is not torch.ops.aten.arange.start_step or len(offsets.args) != 3:
+    if offsets.target is not torch.ops.aten.arange.start_step:
         return None
     shape = ids.meta["val"].shape
-    start, end, step = (a.meta["val"] if isinstance(a, fx.Node) else a for a in offsets.args)
+    start, end, *rest = (a.meta["val"] if isinstance(a, fx.Node) else a for a in offsets.args)
+    step = rest[0] if rest else 1
     fixed = len(shape) == 2 and _equal(start, 0) and _equal(step, shape[1]) and _equal(end, shape[0] * shape[1])
     return ids if fixed else None
 

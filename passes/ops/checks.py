@@ -7,6 +7,8 @@ looks at the same gathered numbers.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -14,13 +16,25 @@ from passes.errors import IdRangeError, InputError, describe
 from passes.ops.collectives import all_gather, group_size
 
 _MAX_DIMS = 8
+_DTYPES = (
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.bool,
+)
 
 
 def check_equal_sizes(x: Tensor, group: str, at: str) -> None:
-    """Every rank's `x` has the same shape.
+    """Every rank's `x` has the same shape and dtype.
 
     Raises:
-        InputError: otherwise, with the shape that each rank has.
+        InputError: otherwise, with what each rank has.
     """
     if not _checkable(x):
         return
@@ -34,8 +48,21 @@ def check_equal_sizes(x: Tensor, group: str, at: str) -> None:
             )
         )
     padding = [-1] * (_MAX_DIMS - x.dim())
-    mine = torch.tensor([[*x.shape, *padding]], device=x.device)
-    shapes = [tuple(s for s in row if s >= 0) for row in all_gather(mine, group).tolist()]
+    mine = torch.tensor([[_DTYPES.index(x.dtype) if x.dtype in _DTYPES else -1, *x.shape, *padding]], device=x.device)
+    dtypes, shapes = [], []
+    for dtype, *sizes in all_gather(mine, group).tolist():
+        dtypes.append(_DTYPES[dtype] if dtype >= 0 else None)
+        shapes.append(tuple(size for size in sizes if size >= 0))
+    if len(set(dtypes)) > 1:
+        listing = ", ".join(f"rank {rank}: {dtype}" for rank, dtype in enumerate(dtypes))
+        raise InputError(
+            describe(
+                at,
+                f"the input's dtype differs between the ranks ({listing})",
+                f"one dtype on all {group_size(group)} ranks",
+                "Give every rank inputs of the same dtype.",
+            )
+        )
     if len(set(shapes)) > 1:
         listing = ", ".join(f"rank {rank}: {shape}" for rank, shape in enumerate(shapes))
         raise InputError(
@@ -43,7 +70,7 @@ def check_equal_sizes(x: Tensor, group: str, at: str) -> None:
                 at,
                 f"the input's shape differs between the ranks ({listing})",
                 f"one shape on all {group_size(group)} ranks",
-                "Give every rank a batch of the same size (drop or pad the last, smaller one).",
+                "Give every rank a batch of the same size, or call autoshard(..., ragged=True).",
             )
         )
 
@@ -52,9 +79,21 @@ def check_ids(ids: Tensor, num_embeddings: int, at: str) -> None:
     """Every id is a row of a table of `num_embeddings` rows.
 
     Raises:
-        IdRangeError: otherwise, with the first such id.
+        IdRangeError: otherwise, with such an id.
+        InputError: if they are no integers.
     """
-    if not _checkable(ids) or ids.numel() == 0:
+    if not _checkable(ids):
+        return
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise InputError(
+            describe(
+                at,
+                f"the ids are of {ids.dtype}",
+                "torch.int32 or torch.int64",
+                "Convert them with .long() before the layer.",
+            )
+        )
+    if ids.numel() == 0:
         return
     lowest, highest = (int(end) for end in torch.aminmax(ids))
     if lowest < 0 or highest >= num_embeddings:
@@ -67,6 +106,39 @@ def check_ids(ids: Tensor, num_embeddings: int, at: str) -> None:
                 "Map unknown ids to a row of the table before the model.",
             )
         )
+
+
+def check_offsets(by_rank: list[Tensor], id_counts: list[int], at: str) -> None:
+    """Every rank's offsets begin with 0, ascend, and stay within its ids.
+
+    Args:
+        by_rank: the offsets of each rank, the same list on all ranks.
+        id_counts: the ids of each rank.
+        at: module path, for errors.
+
+    Raises:
+        InputError: otherwise.
+    """
+    if not _checkable(by_rank[0]):
+        return
+    for rank, (offsets, ids) in enumerate(zip(by_rank, id_counts, strict=True)):
+        values = offsets.tolist()
+        fact = ""
+        if values and values[0] != 0:
+            fact = f"the first offset is {values[0]}"
+        elif any(b < a for a, b in itertools.pairwise(values)):
+            fact = "the offsets do not ascend"
+        elif values and values[-1] > ids:
+            fact = f"the last offset is {values[-1]}, with {ids} ids"
+        if fact:
+            raise InputError(
+                describe(
+                    f"{at}, rank {rank}",
+                    fact,
+                    "offsets that begin with 0, ascend, and are at most the number of ids",
+                    "Compute the offsets from the lengths: torch.cumsum(lengths, 0) - lengths.",
+                )
+            )
 
 
 def _checkable(x: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """The local ops of a rewritten graph: `torch.nn.functional` on this rank's columns.
 
 They differ from torch's functions in two things only. Ids are checked in eager mode, so that every rank raises the same
-error. And a rank that holds no column never calls a kernel: torch's embedding_bag raises on a weight of width 0.
+error. And a rank that holds no column calls the kernel with one: torch's embedding_bag raises on a weight of width 0.
 
     embedding       ids (...), weight (V, d)                  -> (..., d)
     embedding_bag   ids (bags, L), or (N,) with offsets       -> (bags, d)
@@ -42,7 +42,10 @@ def embedding(
         IdRangeError: in eager mode, on all ranks, if an id is not a row of the table.
     """
     checks.check_ids(ids, weight.size(0), at)
-    return F.embedding(ids, weight, padding_idx, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
+    columns = _without_empty(weight, sparse)
+    sparse = sparse and columns is weight
+    out = F.embedding(ids, columns, padding_idx, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
+    return out[..., : weight.size(1)]
 
 
 def embedding_bag(
@@ -54,7 +57,7 @@ def embedding_bag(
     at: str,
     mode: str = "mean",
     include_last_offset: bool = False,
-    batches: int = 1,
+    batches: int | list[int] = 1,
     padding_idx: int | None = None,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
@@ -74,32 +77,55 @@ def embedding_bag(
         IdRangeError: in eager mode, on all ranks, if an id is not a row of the table.
     """
     checks.check_ids(ids, weight.size(0), at)
-    if weight.size(1) == 0:
-        bags = ids.size(0) if offsets is None else offsets.size(0)
-        out = _empty_bags(weight, per_sample_weights, bags)
-    else:
-        out = F.embedding_bag(
-            ids,
-            weight,
-            offsets,
-            scale_grad_by_freq=scale_grad_by_freq,
-            mode=mode,
-            sparse=sparse,
-            per_sample_weights=per_sample_weights,
-            padding_idx=padding_idx,
-        )
+    columns = _without_empty(weight, sparse)
+    out = F.embedding_bag(
+        ids,
+        columns,
+        offsets,
+        scale_grad_by_freq=scale_grad_by_freq,
+        mode=mode,
+        sparse=sparse and columns is weight,
+        per_sample_weights=per_sample_weights,
+        padding_idx=padding_idx,
+    )[:, : weight.size(1)]
     if include_last_offset and offsets is not None:
-        by_batch: Tensor = out.unflatten(0, (batches, -1))
+        return _without_last_bags(out, batches)
+    return out
+
+
+def _without_last_bags(bags: Tensor, batches: int | list[int]) -> Tensor:
+    """Leaves out the last bag of each batch.
+
+    `batches` counts them; or it lists the bags that stay of each, and their sum, where they differ.
+    """
+    if isinstance(batches, int):
+        by_batch: Tensor = bags.unflatten(0, (batches, -1))
         return by_batch[:, :-1].flatten(0, 1)
-    return out
+    return torch.cat([part[:-1] for part in bags.split([count + 1 for count in batches[:-1]])])
 
 
-def _empty_bags(weight: Tensor, per_sample_weights: Tensor | None, bags: int) -> Tensor:
-    """(bags, 0), still a function of the weights, so that every rank's backward runs the same collectives."""
-    out = weight.new_zeros(bags, 0) + weight.sum()
-    if per_sample_weights is not None:
-        out = out + per_sample_weights.sum().to(out.dtype)
-    return out
+def _without_empty(weight: Tensor, sparse: bool) -> Tensor:
+    """The weight, or for a rank without columns one column of zeros, which still carries a gradient.
+
+    Every rank has to run the same checks and the same collectives, backward too. A table with sparse gradients gets
+    none
+    on such a rank: there is nothing to update, and padding has no sparse gradient.
+    """
+    if weight.size(1) > 0:
+        return weight
+    if sparse:
+        return weight.new_zeros(weight.size(0), 1).requires_grad_(weight.requires_grad)
+    return F.pad(weight, (0, 1))
+
+
+def in_bags(x: Tensor | None, offsets: Tensor | None, include_last_offset: bool) -> Tensor | None:
+    """Ids (or their weights) of this rank, none where it has no bag.
+
+    They would join the last bag of another rank. (And torch's kernel for max crashes on ids without a bag.)
+    """
+    if x is None or offsets is None or offsets.size(0) > int(include_last_offset):
+        return x
+    return x[:0]
 
 
 def all_gather_offsets(offsets: Tensor | None, ids: Tensor, group: str, *, at: str) -> Tensor | None:
@@ -112,12 +138,14 @@ def all_gather_offsets(offsets: Tensor | None, ids: Tensor, group: str, *, at: s
         at: module path, for errors.
 
     Raises:
-        InputError: in eager mode, on all ranks, if the number of offsets differs between ranks.
+        InputError: in eager mode, on all ranks, if the number of offsets differs between ranks, or if a rank's offsets
+            do not begin with 0, do not ascend, or exceed its ids.
     """
     if offsets is None:
         return None
     checks.check_equal_sizes(offsets, group, at)
     world = group_size(group)
     gathered = all_gather(offsets, group).view(world, -1).long()
+    checks.check_offsets(list(gathered.unbind()), [ids.size(0)] * world, at)
     base = torch.arange(world, device=offsets.device).unsqueeze(1) * ids.size(0)
     return (gathered + base).flatten()

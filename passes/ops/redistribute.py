@@ -54,7 +54,7 @@ class _AllGather(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _apply(_ReduceScatter, gradient, ctx.group), None
+        return apply(_ReduceScatter, gradient, ctx.group), None
 
 
 class _ReduceScatter(Function):
@@ -65,7 +65,7 @@ class _ReduceScatter(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _apply(_AllGather, gradient, ctx.group), None
+        return apply(_AllGather, gradient, ctx.group), None
 
 
 class _ColumnsToRows(Function):
@@ -78,7 +78,7 @@ class _ColumnsToRows(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _apply(_RowsToColumns, gradient, ctx.num_columns, ctx.group), None, None
+        return apply(_RowsToColumns, gradient, ctx.num_columns, ctx.group), None, None
 
 
 class _RowsToColumns(Function):
@@ -91,7 +91,7 @@ class _RowsToColumns(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _apply(_ColumnsToRows, gradient, ctx.num_columns, ctx.group), None, None
+        return apply(_ColumnsToRows, gradient, ctx.num_columns, ctx.group), None, None
 
 
 class _GatherColumns(Function):
@@ -108,7 +108,7 @@ class _GatherColumns(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _apply(_SliceColumns, gradient, ctx.num_columns, ctx.group), None, None
+        return apply(_SliceColumns, gradient, ctx.num_columns, ctx.group), None, None
 
 
 class _SliceColumns(Function):
@@ -123,7 +123,7 @@ class _SliceColumns(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _apply(_GatherColumns, gradient, ctx.num_columns, ctx.group), None, None
+        return apply(_GatherColumns, gradient, ctx.num_columns, ctx.group), None, None
 
 
 class _CopyToColumns(Function):
@@ -134,7 +134,7 @@ class _CopyToColumns(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _apply(_AllReduce, gradient, ctx.group), None
+        return apply(_AllReduce, gradient, ctx.group), None
 
 
 class _AllReduce(Function):
@@ -145,7 +145,7 @@ class _AllReduce(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _apply(_CopyToColumns, gradient, ctx.group), None
+        return apply(_CopyToColumns, gradient, ctx.group), None
 
 
 class _ScaleGradient(Function):
@@ -202,7 +202,7 @@ def all_gather_batch(x: Tensor, group: str, *, at: str, feature_dims: int = 0) -
     if x.dim() == feature_dims:
         x = x.unsqueeze(0)
     checks.check_equal_sizes(x, group, at)
-    return _apply(_AllGather, x, group)
+    return apply(_AllGather, x, group)
 
 
 def all_gather_optional(x: Tensor | None, group: str, *, at: str) -> Tensor | None:
@@ -217,7 +217,7 @@ def copy_optional(x: Tensor | None, group: str) -> Tensor | None:
 
 def reduce_scatter_batch(x: Tensor, group: str) -> Tensor:
     """Partial -> Shard(0): (W*B, ...) -> (B, ...), summed over the ranks."""
-    return _apply(_ReduceScatter, x, group)
+    return apply(_ReduceScatter, x, group)
 
 
 def rearrange_columns(
@@ -237,8 +237,7 @@ def rearrange_columns(
     """
     rows = columns.size(0) // group_size(group)
     shape = (rows, *columns.shape[1:-1]) if like is None else like.shape[: like.dim() - feature_dims]
-    out = _apply(_ColumnsToRows, _as_matrix(columns), num_columns, group)
-    return out.view(*shape, num_columns)
+    return apply(_ColumnsToRows, as_matrix(columns), num_columns, group).view(*shape, num_columns)
 
 
 def gather_columns(columns: Tensor, num_columns: int, group: str, *, at: str) -> Tensor:
@@ -248,18 +247,18 @@ def gather_columns(columns: Tensor, num_columns: int, group: str, *, at: str) ->
         InputError: in eager mode, on all ranks, if the replicated inputs had different sizes.
     """
     checks.check_equal_sizes(columns[..., :0], group, at)
-    out = _apply(_GatherColumns, _as_matrix(columns), num_columns, group)
+    out = apply(_GatherColumns, as_matrix(columns), num_columns, group)
     return out.view(*columns.shape[:-1], num_columns)
 
 
 def copy_to_columns(x: Tensor, group: str) -> Tensor:
     """Replicate -> Replicate, before an op on this rank's columns: the gradient is the sum over the ranks."""
-    return _apply(_CopyToColumns, x, group)
+    return apply(_CopyToColumns, x, group)
 
 
 def all_reduce_partial(x: Tensor, group: str) -> Tensor:
     """Partial -> Replicate: the sum over the ranks."""
-    return _apply(_AllReduce, x, group)
+    return apply(_AllReduce, x, group)
 
 
 def replicate_parameter(parameter: Tensor, group: str, reduction: str) -> Tensor:
@@ -295,14 +294,15 @@ def local_columns(parameter: Tensor, group: str, reduction: str) -> Tensor:
 def _scale_gradient(x: Tensor, group: str, reduction: str) -> Tensor:
     if reduction != MEAN or not x.requires_grad:
         return x
-    return _apply(_ScaleGradient, x, group_size(group))
+    return apply(_ScaleGradient, x, group_size(group))
 
 
-def _as_matrix(columns: Tensor) -> Tensor:
+def as_matrix(columns: Tensor) -> Tensor:
     """(..., d) -> (rows, d); `reshape(-1, d)` cannot infer the rows where d is 0."""
     return columns.flatten(0, -2)
 
 
-def _apply(function: type[Function], *args: Any) -> Tensor:
+def apply(function: type[Function], *args: Any) -> Tensor:
+    """`function.apply`, which torch leaves untyped."""
     out: Tensor = function.apply(*args)
     return out

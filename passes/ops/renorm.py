@@ -18,6 +18,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from passes.ops.collectives import all_reduce
 
@@ -27,34 +28,41 @@ def norm_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def renorm(shard: Tensor, ids: Tensor, max_norm: float, norm_type: float, group: str) -> Tensor:
-    """Renorms the rows of `ids` in place and returns the shard.
+def renorm(parameter: Tensor, ids: Tensor, max_norm: float, norm_type: float, group: str | None) -> Tensor:
+    """Renorms the rows of `ids` in place and returns the parameter.
+
+    It stands before the parameter is made local: a view that autograd has handed out must not change any more.
 
     Args:
-        shard: (V, d), this rank's columns.
+        parameter: (V, D), a DTensor sharded along dim 1, of which this rank holds (V, d); or replicated.
         ids: (...), the same on all ranks, all of them rows of the table.
         max_norm: largest norm a row may have.
         norm_type: p, any float.
-        group: name of the process group.
+        group: name of the process group that shares the columns; None if this rank holds all of them.
     """
     with torch.no_grad():
+        weight = parameter.detach()
+        weight = weight.to_local() if isinstance(weight, DTensor) else weight
         ids = ids.flatten().long()
-        weight = shard.detach()
-        rows = weight[ids].to(norm_dtype(shard.dtype))
+        rows = weight[ids].to(norm_dtype(weight.dtype))
         norms = _norms(rows, norm_type, group)
         scale = torch.where(norms > max_norm, max_norm / (norms + 1e-7), torch.ones_like(norms))
-        weight.index_put_((ids,), (rows * scale.unsqueeze(1)).to(shard.dtype))
-    return shard
+        weight.index_put_((ids,), (rows * scale.unsqueeze(1)).to(weight.dtype))
+    return parameter
 
 
-def _norms(rows: Tensor, p: float, group: str) -> Tensor:
+def _norms(rows: Tensor, p: float, group: str | None) -> Tensor:
     """(N, d) -> (N,), the norms of whole rows."""
     magnitudes = rows.abs()
     if math.isinf(p):
         # A rank without columns gives the neutral element.
         padded = torch.nn.functional.pad(magnitudes, (0, 1), value=0.0 if p > 0 else math.inf)
         part = padded.amax(1) if p > 0 else padded.amin(1)
-        return all_reduce(part, group, "max" if p > 0 else "min")
+        return _reduce(part, group, "max" if p > 0 else "min")
     if p == 0:
-        return all_reduce((rows != 0).to(rows.dtype).sum(1), group)
-    return all_reduce(magnitudes.pow(p).sum(1), group).pow(1 / p)
+        return _reduce((rows != 0).to(rows.dtype).sum(1), group)
+    return _reduce(magnitudes.pow(p).sum(1), group).pow(1 / p)
+
+
+def _reduce(part: Tensor, group: str | None, op: str = "sum") -> Tensor:
+    return part if group is None else all_reduce(part, group, op)

@@ -1,7 +1,9 @@
 """embedding, sharded by column.
 
-ids (B, ...) -> all_gather_batch -> (W*B, ...) -> embedding on (V, d) -> (W*B, ..., d) -> rearrange_columns -> (B, ...,
-D)
+Batch-sharded:
+
+    ids (B, ...) -> all_gather_batch -> (W*B, ...) -> embedding on (V, d) -> (W*B, ..., d) -> rearrange_columns
+    -> (B, ..., D)
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from passes.traffic import rows_of
 def rewrite(sandwich: Sandwich) -> None:
     """Replaces the call by its sandwich."""
     call = sandwich.call
-    ids = sandwich.to_columns(call.input)
+    (counts,) = sandwich.counts(call.input)
+    ids = sandwich.gather_ids(call.input, counts)
     columns = sandwich.add(
         f"{call.node.name}_columns",
         lookup.embedding,
@@ -23,5 +26,4 @@ def rewrite(sandwich: Sandwich) -> None:
         at=sandwich.at,
         **sandwich.lookup_options(),
     )
-    rows = rows_of(call.input)
-    sandwich.replace(sandwich.from_columns(columns, call.input, rows, sandwich.weight.size(1)))
+    sandwich.replace(sandwich.spread(columns, call.input, rows_of(call.input), counts))

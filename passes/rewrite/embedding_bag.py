@@ -1,5 +1,7 @@
 """embedding_bag, sharded by column.
 
+Batch-sharded:
+
     ids (B, L) -> all_gather_batch -> (W*B, L) -> embedding_bag on (V, d) -> (W*B, d) -> rearrange_columns -> (B, D)
 
 With offsets, ids (N,) and offsets (B,) are gathered, each rank's offsets moved by the ids of the ranks before it.
@@ -14,53 +16,83 @@ import sympy
 import torch
 from torch import fx
 
-from passes.ops import lookup, redistribute
+from passes.ops import lookup, ragged
 from passes.rewrite.sandwich import Sandwich
 from passes.traffic import FORWARD, itemsize_of, rows_of, shape_of
 
 
 def rewrite(sandwich: Sandwich) -> None:
     """Replaces the call by its sandwich."""
-    call = sandwich.call
-    ids = sandwich.to_columns(call.input)
+    call, context = sandwich.call, sandwich.context
+    offsets, weights = call.options["offsets"], call.options["per_sample_weights"]
+    own_ids, weights = (_in_bags(sandwich, x) for x in (call.input, weights))
+    id_counts, offset_counts = sandwich.counts(own_ids, offsets)
+    bag_counts = _bag_counts(sandwich, id_counts, offset_counts)
+    ids = sandwich.gather_ids(own_ids, id_counts)
+    if isinstance(weights, fx.Node):
+        weights = sandwich.gather_optional(weights, id_counts)
     columns = sandwich.add(
         f"{call.node.name}_columns",
         lookup.embedding_bag,
         ids,
         sandwich.lookup_shard(ids),
-        _offsets(sandwich),
-        _per_sample_weights(sandwich),
+        _gather_offsets(sandwich, own_ids, id_counts, offset_counts),
+        weights,
         at=sandwich.at,
         mode=call.options["mode"],
-        **_last_offset(sandwich),
+        **_last_offset(sandwich, bag_counts),
         **sandwich.lookup_options(),
     )
-    sandwich.replace(sandwich.from_columns(columns, None, _bags(sandwich), sandwich.weight.size(1)))
+    if not context.ragged:
+        sandwich.replace(sandwich.spread(columns, None, _bags(sandwich), None))
+        return
+    sandwich.spread_moves(_bags(sandwich))
+    bags = (own_ids, offsets, bool(call.options["include_last_offset"]), bag_counts)
+    arguments = (columns, *bags, sandwich.weight.size(1), context.group)
+    sandwich.replace(sandwich.add(f"{call.node.name}_rows", ragged.rearrange_bags_ragged, *arguments))
 
 
-def _offsets(sandwich: Sandwich) -> Any:
+def _in_bags(sandwich: Sandwich, x: Any) -> Any:
+    """`x`, without what lies in no bag."""
+    offsets = sandwich.call.options["offsets"]
+    if not (isinstance(x, fx.Node) and isinstance(offsets, fx.Node)):
+        return x
+    last = bool(sandwich.call.options["include_last_offset"])
+    node = sandwich.add(f"{x.name}_in_bags", lookup.in_bags, x, offsets, last)
+    if "val" in x.meta:
+        node.meta["val"] = x.meta["val"]
+    return node
+
+
+def _bag_counts(sandwich: Sandwich, id_counts: Any, offset_counts: Any) -> Any:
+    """The node of the bags on every rank; None where all ranks have the same number."""
+    if not sandwich.context.ragged:
+        return None
+    call = sandwich.call
+    offsets, last = call.options["offsets"], bool(call.options["include_last_offset"])
+    name = f"{call.node.name}_bag_counts"
+    return sandwich.add(name, ragged.bag_counts, id_counts, offset_counts, offsets, last)
+
+
+def _gather_offsets(sandwich: Sandwich, own_ids: fx.Node, id_counts: Any, offset_counts: Any) -> Any:
     call, context = sandwich.call, sandwich.context
     offsets = call.options["offsets"]
     if not (isinstance(offsets, fx.Node) and context.batch_sharded):
         return offsets
     sandwich.moves("all_gather", FORWARD, rows_of(offsets) * itemsize_of(offsets, torch.int64))
-    return sandwich.add(
-        f"{offsets.name}_all", lookup.all_gather_offsets, offsets, call.input, context.group, at=sandwich.at
-    )
+    name = f"{offsets.name}_all"
+    if context.ragged:
+        arguments = (offsets, id_counts, offset_counts, context.group)
+        return sandwich.add(name, ragged.all_gather_ragged_offsets, *arguments, at=sandwich.at)
+    return sandwich.add(name, lookup.all_gather_offsets, offsets, own_ids, context.group, at=sandwich.at)
 
 
-def _per_sample_weights(sandwich: Sandwich) -> Any:
-    weights = sandwich.call.options["per_sample_weights"]
-    if not isinstance(weights, fx.Node):
-        return weights
-    return sandwich.to_columns(weights, gather=redistribute.all_gather_optional, copy=redistribute.copy_optional)
-
-
-def _last_offset(sandwich: Sandwich) -> dict[str, Any]:
+def _last_offset(sandwich: Sandwich, bag_counts: Any) -> dict[str, Any]:
     if not sandwich.call.options["include_last_offset"]:
         return {}
-    batches = sandwich.context.world_size if sandwich.context.batch_sharded else 1
-    return {"include_last_offset": True, "batches": batches}
+    context = sandwich.context
+    batches = context.world_size if context.batch_sharded else 1
+    return {"include_last_offset": True, "batches": bag_counts if context.ragged else batches}
 
 
 def _bags(sandwich: Sandwich) -> sympy.Expr:

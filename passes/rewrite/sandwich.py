@@ -1,12 +1,14 @@
 """What the three rewrites share: the redistributions before and after an op on this rank's columns.
 
 batch-sharded   all_gather_batch -> op on (W*B, ...) -> rearrange_columns
+ragged          exchange_counts, all_gather_ragged -> op on (N, ...) -> rearrange_ragged
 replicated      copy_to_columns  -> op on (B, ...)   -> gather_columns
 """
 
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,11 +16,13 @@ import sympy
 import torch
 from torch import fx
 
-from passes.ops import redistribute
+from passes.ops import ragged, redistribute
 from passes.ops.renorm import norm_dtype, renorm
-from passes.plan import ShardingPlan
-from passes.sites import Call, Scope
+from passes.plan import COLWISE, ShardingPlan
+from passes.sites import LINEAR, Call, Scope
 from passes.traffic import BACKWARD, FORWARD, Traffic, W, itemsize_of, rows_of, traffic
+
+_COUNT_BYTES = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +35,7 @@ class Context:
         world_size: its number of ranks, W.
         batch_sharded: True if activations are Shard(0), False if they are replicated.
         reduction: a parameter's gradient, over the ranks' own: "mean", "sum", or "none" for replicated activations.
+        ragged: True if the ranks' batches may differ in size.
     """
 
     plan: ShardingPlan
@@ -38,6 +43,7 @@ class Context:
     world_size: int
     batch_sharded: bool
     reduction: str
+    ragged: bool = False
 
 
 @dataclasses.dataclass
@@ -57,13 +63,24 @@ class Sandwich:
         return self.scope.module_of(self.call.node) or self.weight_name
 
     @property
+    def feature_dims(self) -> int:
+        """Dimensions at the end of the input that are no rows: the `in` of a linear's (..., in)."""
+        return 1 if self.call.op == LINEAR else 0
+
+    @property
     def weight_name(self) -> str:
+        """Name of the weight in the model."""
         return self.scope.parameters[self.call.weight]
 
     @property
     def weight(self) -> torch.nn.Parameter:
         """The whole parameter, for its shape and dtype only."""
         return self.parameters[self.weight_name]
+
+    @property
+    def colwise(self) -> bool:
+        """True if the weight is sharded along its feature axis, False if every rank holds all of it."""
+        return self.context.plan.row(self.weight_name).strategy == COLWISE
 
     def add(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """A new node in front of the call's node, with its stack trace and module path."""
@@ -76,51 +93,76 @@ class Sandwich:
         return node
 
     def shard(self, parameter: fx.Node) -> fx.Node:
-        """This rank's columns of a parameter."""
+        """This rank's part of a parameter as a plain tensor: its columns, or all of it where it is replicated."""
+        arguments = (self.context.group, self.context.reduction)
+        if self.colwise:
+            return self.add(f"{parameter.name}_shard", redistribute.local_columns, parameter, *arguments)
+        return self.add(f"{parameter.name}_local", redistribute.replicate_parameter, parameter, *arguments)
+
+    def counts(self, *operands: fx.Node | None) -> list[Any]:
+        """For each operand the node of its rows on every rank; Nones where all ranks have the same number."""
+        if not self.context.ragged:
+            return [None] * len(operands)
+        self.moves("all_gather", FORWARD, sympy.Integer(_COUNT_BYTES * len(operands)))
+        name = f"{self.call.node.name}_counts"
+        where = {"at": self.at, **self._features()}
+        counts = self.add(name, ragged.exchange_counts, list(operands), self.context.group, **where)
+        return [self.add(name, operator.getitem, counts, index) for index in range(len(operands))]
+
+    def gather(self, x: fx.Node, counts: fx.Node | None) -> fx.Node:
+        """The rows of all ranks of a floating point operand."""
+        self._gather_moves(x)
+        if self.context.batch_sharded:
+            return self._gather(x, counts)
+        return self.add(f"{x.name}_all", redistribute.copy_to_columns, x, self.context.group)
+
+    def gather_ids(self, ids: fx.Node, counts: fx.Node | None) -> fx.Node:
+        """The ids of all ranks."""
+        if not self.context.batch_sharded:
+            return ids
+        self.moves("all_gather", FORWARD, rows_of(ids) * itemsize_of(ids, torch.int64))
+        return self._gather(ids, counts)
+
+    def _gather(self, x: fx.Node, counts: fx.Node | None) -> fx.Node:
+        name, group = f"{x.name}_all", self.context.group
+        if self.context.ragged:
+            return self.add(name, ragged.all_gather_ragged, x, counts, group, **self._features())
+        return self.add(name, redistribute.all_gather_batch, x, group, at=self.at, **self._features())
+
+    def gather_optional(self, x: fx.Node, counts: fx.Node | None) -> fx.Node:
+        """The rows of all ranks of an operand that is None in some calls."""
         context = self.context
-        return self.add(
-            f"{parameter.name}_shard", redistribute.local_columns, parameter, context.group, context.reduction
-        )
+        self._gather_moves(x)
+        name = f"{x.name}_all"
+        if not context.batch_sharded:
+            return self.add(name, redistribute.copy_optional, x, context.group)
+        if context.ragged:
+            return self.add(name, ragged.all_gather_ragged_optional, x, counts, context.group)
+        return self.add(name, redistribute.all_gather_optional, x, context.group, at=self.at)
 
-    def to_columns(
-        self,
-        x: fx.Node,
-        feature_dims: int = 0,
-        gather: Callable[..., Any] = redistribute.all_gather_batch,
-        copy: Callable[..., Any] = redistribute.copy_to_columns,
-    ) -> fx.Node:
-        """The operand `x` of the call, with the rows of all ranks."""
-        needs_gradient = x in self.differentiable
-        group = self.context.group
-        if self.context.batch_sharded:
-            self.moves("all_gather", FORWARD, self._nbytes(x))
-            if needs_gradient:
-                self.moves("reduce_scatter", BACKWARD, self._nbytes(x) * W)
-            more = {"feature_dims": feature_dims} if feature_dims else {}
-            return self.add(f"{x.name}_all", gather, x, group, at=self.at, **more)
-        if needs_gradient:
-            self.moves("all_reduce", BACKWARD, self._nbytes(x))
-            return self.add(f"{x.name}_all", copy, x, group)
-        return x
-
-    def from_columns(
-        self, columns: fx.Node, like: fx.Node | None, rows: sympy.Expr, num_columns: int, feature_dims: int = 0
-    ) -> fx.Node:
+    def spread(self, columns: fx.Node, like: fx.Node | None, rows: sympy.Expr, counts: fx.Node | None) -> fx.Node:
         """The call's result out of this rank's columns of it; `rows` is the number of rows on one rank."""
-        group = self.context.group
-        itemsize = itemsize_of(self.call.result, self.weight.dtype)
-        differentiable = self.call.result in self.differentiable
+        group, num_columns = self.context.group, self._num_columns()
+        name = f"{self.call.node.name}_rows"
+        self.spread_moves(rows)
+        if not self.context.batch_sharded:
+            return self.add(name, redistribute.gather_columns, columns, num_columns, group, at=self.at)
+        if self.context.ragged:
+            operands = (columns, like, counts)
+            return self.add(name, ragged.rearrange_ragged, *operands, num_columns, group, **self._features())
+        return self.add(name, redistribute.rearrange_columns, columns, like, num_columns, group, **self._features())
+
+    def spread_moves(self, rows: sympy.Expr) -> None:
+        """Notes what `spread` puts on the wire."""
+        num_columns, itemsize = self._num_columns(), itemsize_of(self.call.result, self.weight.dtype)
         if self.context.batch_sharded:
-            for direction in (FORWARD, BACKWARD) if differentiable else (FORWARD,):
-                self.moves("all_to_all", direction, rows * num_columns * itemsize)
-            more = {"feature_dims": feature_dims} if feature_dims else {}
-            return self.add(
-                f"{self.call.node.name}_rows", redistribute.rearrange_columns, columns, like, num_columns, group, **more
-            )
-        self.moves("all_gather", FORWARD, rows * sympy.ceiling(sympy.Integer(num_columns) / W) * itemsize)
-        return self.add(
-            f"{self.call.node.name}_rows", redistribute.gather_columns, columns, num_columns, group, at=self.at
-        )
+            directions = (FORWARD, BACKWARD) if self.call.result in self.differentiable else (FORWARD,)
+            width = sympy.ceiling(sympy.Integer(num_columns) / W) * W if self.context.ragged else num_columns
+            for direction in directions:
+                self.moves("all_to_all", direction, rows * width * itemsize)
+        else:
+            width = sympy.ceiling(sympy.Integer(num_columns) / W)
+            self.moves("all_gather", FORWARD, rows * width * itemsize)
 
     def lookup_options(self) -> dict[str, Any]:
         """The options of a lookup that differ from their defaults; a padding row counts from the first row."""
@@ -131,14 +173,16 @@ class Sandwich:
         return chosen
 
     def lookup_shard(self, ids: fx.Node) -> fx.Node:
-        """This rank's columns of the table, the rows that `ids` look up renormed if the layer has a max_norm."""
-        shard, options = self.shard(self.call.weight), self.call.options
+        """This rank's part of the table, the rows that `ids` look up renormed if the layer has a max_norm."""
+        parameter, options = self.call.weight, self.call.options
         if options["max_norm"] is None:
-            return shard
-        rows = rows_of(self.call.input) * (W if self.context.batch_sharded else 1)
-        self.moves("all_reduce", FORWARD, rows * norm_dtype(self.weight.dtype).itemsize)
-        arguments = (shard, ids, float(options["max_norm"]), float(options["norm_type"]))
-        return self.add(f"{shard.name}_renormed", renorm, *arguments, self.context.group)
+            return self.shard(parameter)
+        if self.colwise:
+            rows = rows_of(self.call.input) * (W if self.context.batch_sharded else 1)
+            self.moves("all_reduce", FORWARD, rows * norm_dtype(self.weight.dtype).itemsize)
+        group = self.context.group if self.colwise else None
+        norm = (float(options["max_norm"]), float(options["norm_type"]))
+        return self.shard(self.add(f"{parameter.name}_renormed", renorm, parameter, ids, *norm, group))
 
     def moves(self, collective: str, direction: str, nbytes: sympy.Expr) -> None:
         """Notes a collective of `nbytes` per rank."""
@@ -154,6 +198,18 @@ class Sandwich:
         for unused in [*node.users, node]:
             graph.erase_node(unused)
 
-    def _nbytes(self, x: fx.Node) -> sympy.Expr:
-        is_ids = x is self.call.input and self.call.op != "linear"
-        return rows_of(x) * itemsize_of(x, torch.int64 if is_ids else self.weight.dtype)
+    def _num_columns(self) -> int:
+        return self.weight.size(0 if self.call.op == LINEAR else 1)
+
+    def _features(self) -> dict[str, int]:
+        return {"feature_dims": self.feature_dims} if self.feature_dims else {}
+
+    def _gather_moves(self, x: fx.Node) -> None:
+        nbytes = rows_of(x) * itemsize_of(x, self.weight.dtype)
+        needs_gradient = x in self.differentiable
+        if self.context.batch_sharded:
+            self.moves("all_gather", FORWARD, nbytes)
+            if needs_gradient:
+                self.moves("reduce_scatter", BACKWARD, nbytes * W)
+        elif needs_gradient:
+            self.moves("all_reduce", BACKWARD, nbytes)

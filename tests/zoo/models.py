@@ -1,7 +1,8 @@
-"""Models that nobody here wrote, built small from their classes: click models of deepctr-torch, language models of transformers.
+"""Models that nobody here wrote, built small from their classes: click models of deepctr-torch, language models of
+transformers.
 
-Each build function takes nothing and returns a model; each batch function takes a seed and returns one rank's arguments.
-Nothing is downloaded, and neither package is imported before a model is built.
+Each build function takes nothing and returns a model; each batch function takes a seed and returns one rank's
+arguments. Nothing is downloaded, and neither package is imported before a model is built.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ GENRES, MAX_GENRES = 9, 4
 ITEMS, MAX_HISTORY = 13, 5
 TOKENS, LENGTH = 50, 7
 
-# Of the order of one, where the packages' own 1e-4 would leave products of embeddings without a weight in the comparison.
+# Of the order of one, where the packages' own 1e-4 would leave products of embeddings without a weight in the
+# comparison.
 INIT_STD = 0.3
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -235,3 +237,74 @@ def sequence_to_sequence_batch(seed: int) -> Arguments:
     """Tokens for the encoder, labels for the decoder."""
     (), tokens = token_batch(seed)
     return (), {**tokens, "labels": torch.randint(1, TOKENS, (ROWS, LENGTH - 2))}
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        vocab_size=TOKENS,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=20,
+        max_position_embeddings=12,
+    )
+    return BertForMaskedLM(config)
+
+
+def bert_without_dropout() -> nn.Module:
+    return _without_dropout(bert())
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=TOKENS, n_positions=12, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    )
+
+
+def gpt2_without_dropout() -> nn.Module:
+    return _without_dropout(gpt2())
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=TOKENS,
+        hidden_size=16,
+        intermediate_size=20,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=12,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return LlamaForCausalLM(config)
+
+
+def t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=TOKENS,
+        d_model=16,
+        d_kv=8,
+        d_ff=20,
+        num_layers=2,
+        num_heads=2,
+        relative_attention_num_buckets=8,
+        decoder_start_token_id=0,
+    )
+    return T5ForConditionalGeneration(config)
+
+
+def _without_dropout(model: nn.Module) -> nn.Module:
+    """For compiled runs: Inductor draws other random numbers than eager mode does."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model

@@ -1,0 +1,211 @@
+"""Redistributions for batches whose size differs between ranks: the sizes travel first, then the values.
+
+Rank r has n[r] rows, N in all; every rank knows all n[r] after one small gather, the only host synchronisation.
+Nothing has a shape that depends on them but what stands between the two redistributions:
+
+    function               from        -> to          forward                       backward
+    exchange_counts        own sizes   -> all sizes   all_gather of k numbers       none
+    all_gather_ragged      Shard(0)    -> Replicate   all_to_all of the same rows   all_to_all, sum of what comes back
+                           (n[r], ...)    (N, ...)    to every rank
+    rearrange_ragged       Shard(-1)   -> Shard(0)    all_to_all, columns put       the inverse
+                           (N, d)         (n[r], D)   in order
+
+Rows travel whole here, padded to ceil(D / W) columns where a rank has fewer: Inductor takes sizes that it does not
+know as splits, but no products of them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from passes.layout import chunk_sizes
+from passes.ops import checks
+from passes.ops.collectives import all_gather, all_to_all, group_rank
+from passes.ops.redistribute import apply, as_matrix
+
+
+class _AllGatherRagged(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: list[int], total: int, group: str) -> Tensor:
+        ctx.arguments = (x.size(0), counts, total, group)
+        gathered = all_to_all(torch.cat([x] * len(counts)), counts, [x.size(0)] * len(counts), group)
+        return gathered.narrow(0, 0, total)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return apply(_ReduceScatterRagged, gradient, *ctx.arguments), None, None, None
+
+
+class _ReduceScatterRagged(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: int, counts: list[int], total: int, group: str) -> Tensor:
+        ctx.arguments = (counts, total, group)
+        received = all_to_all(x, [rows] * len(counts), counts, group)
+        return torch.stack(received.split([rows] * len(counts))).sum(0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return apply(_AllGatherRagged, gradient, *ctx.arguments), None, None, None, None
+
+
+class _ColumnsToRowsRagged(Function):
+    """(N, d) -> (n, D)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: int, counts: list[int], num_columns: int, group: str) -> Tensor:
+        ctx.arguments = (x.size(0), counts, num_columns, group)
+        step = chunk_sizes(num_columns, len(counts))[0]
+        received = all_to_all(F.pad(x, (0, step - x.size(1))), [rows] * len(counts), counts, group)
+        return received.view(len(counts), rows, step).transpose(0, 1).flatten(1)[:, :num_columns].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return apply(_RowsToColumnsRagged, gradient, *ctx.arguments), None, None, None, None
+
+
+class _RowsToColumnsRagged(Function):
+    """(n, D) -> (N, d)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, total: int, counts: list[int], num_columns: int, group: str) -> Tensor:
+        ctx.arguments = (x.size(0), counts, num_columns, group)
+        world, rows = len(counts), x.size(0)
+        sizes = chunk_sizes(num_columns, world)
+        padded = F.pad(x, (0, world * sizes[0] - num_columns)).view(rows, world, sizes[0])
+        sent = padded.transpose(0, 1).reshape(world * rows, sizes[0])
+        received = all_to_all(sent, counts, [rows] * world, group)
+        return received.narrow(0, 0, total)[:, : sizes[group_rank(group)]].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return apply(_ColumnsToRowsRagged, gradient, *ctx.arguments), None, None, None, None
+
+
+def exchange_counts(operands: list[Tensor | None], group: str, *, at: str, feature_dims: int = 0) -> list[list[int]]:
+    """How many rows of each operand every rank has.
+
+    Args:
+        operands: this rank's tensors; None, for one that was left out, counts as no rows.
+        group: name of the process group.
+        at: module path, for errors.
+        feature_dims: dimensions at the end that are features; a tensor that has no other dimension is one row.
+
+    Returns:
+        For each operand the rows of each rank, and behind them their sum. Inside of torch.compile these are unbacked
+        sizes; the sum is one of its own, because Inductor cannot take a tensor with a size of several into a backward.
+
+    Raises:
+        InputError: in eager mode, on all ranks, if an operand's further dimensions differ between ranks.
+    """
+    present = [x for x in operands if x is not None]
+    for x in present:
+        checks.check_equal_sizes(_batched(x, feature_dims)[:0], group, at)
+    mine = [0 if x is None else _batched(x, feature_dims).size(0) for x in operands]
+    counts = all_gather(torch.tensor(mine, device=present[0].device), group).view(-1, len(mine))
+    with torch._dynamo.patch_dynamo_config(capture_scalar_outputs=True):
+        flat = torch.cat([counts, counts.sum(0, keepdim=True)]).t().flatten().tolist()
+    for count in flat:
+        torch._check(count >= 0)
+    per_operand = len(flat) // len(mine)
+    return [flat[start : start + per_operand] for start in range(0, len(flat), per_operand)]
+
+
+def all_gather_ragged(x: Tensor, counts: list[int], group: str, *, feature_dims: int = 0) -> Tensor:
+    """Shard(0) -> Replicate: (n, ...) -> (N, ...), the rows of all ranks, in the order of the mesh.
+
+    Args:
+        x: this rank's rows; the dimensions after the first are the same on all ranks.
+        counts: the rows of each rank and their sum, from `exchange_counts`.
+        group: name of the process group.
+        feature_dims: as in `exchange_counts`.
+    """
+    *by_rank, total = counts
+    torch._check(total <= sum(by_rank))
+    return apply(_AllGatherRagged, _batched(x, feature_dims), by_rank, total, group)
+
+
+def all_gather_ragged_optional(x: Tensor | None, counts: list[int], group: str) -> Tensor | None:
+    """`all_gather_ragged` for an operand that may be left out: None stays None."""
+    return None if x is None else all_gather_ragged(x, counts, group)
+
+
+def all_gather_ragged_offsets(
+    offsets: Tensor | None, id_counts: list[int], counts: list[int], group: str, *, at: str
+) -> Tensor | None:
+    """Offsets into this rank's ids -> offsets into the ids of all ranks, as int64. None stays None.
+
+    Args:
+        offsets: (counts[rank],), int32 or int64; first 0, ascending.
+        id_counts: the ids of each rank.
+        counts: the offsets of each rank.
+        group: name of the process group.
+        at: module path, for errors.
+
+    Raises:
+        InputError: in eager mode, on all ranks, if a rank's offsets do not begin with 0, do not ascend, or exceed its
+            ids.
+    """
+    if offsets is None:
+        return None
+    gathered = all_gather_ragged(offsets, counts, group).long()
+    if not torch.compiler.is_compiling():
+        checks.check_offsets(list(gathered.split(counts[:-1])), id_counts[:-1], at)
+    ids, lengths = (torch.tensor(by_rank[:-1], device=offsets.device) for by_rank in (id_counts, counts))
+    return gathered + torch.repeat_interleave(ids.cumsum(0) - ids, lengths, output_size=counts[-1])
+
+
+def bag_counts(
+    id_counts: list[int], offset_counts: list[int], offsets: Tensor | None, include_last_offset: bool
+) -> list[int]:
+    """The bags of each rank."""
+    if offsets is None:
+        return id_counts
+    if not include_last_offset:
+        return offset_counts
+    *by_rank, total = offset_counts
+    return [*(count - 1 for count in by_rank), total - len(by_rank)]
+
+
+def rearrange_ragged(
+    columns: Tensor, like: Tensor, counts: list[int], num_columns: int, group: str, *, feature_dims: int = 0
+) -> Tensor:
+    """Shard(-1) -> Shard(0): (N, ..., d) -> (n, ..., D), this rank's rows with all their columns.
+
+    Args:
+        columns: this rank's columns of all ranks' rows.
+        like: this rank's input, whose leading dimensions (those before its last `feature_dims`) the result has.
+        counts: the rows of each rank.
+        num_columns: D.
+        group: name of the process group.
+        feature_dims: as in `exchange_counts`.
+    """
+    shape = like.shape[: like.dim() - feature_dims]
+    inner = math.prod(shape[1:])
+    rows = math.prod(shape)
+    matrix = as_matrix(columns)
+    by_rank = counts[:-1] if inner == 1 else [count * inner for count in counts[:-1]]
+    return apply(_ColumnsToRowsRagged, matrix, rows, by_rank, num_columns, group).view(*shape, num_columns)
+
+
+def rearrange_bags_ragged(
+    columns: Tensor,
+    ids: Tensor,
+    offsets: Tensor | None,
+    include_last_offset: bool,
+    counts: list[int],
+    num_columns: int,
+    group: str,
+) -> Tensor:
+    """`rearrange_ragged` for bags: (bags of all ranks, d) -> (this rank's bags, D)."""
+    rows = ids.size(0) if offsets is None else offsets.size(0) - int(include_last_offset)
+    return apply(_ColumnsToRowsRagged, columns, rows, counts[:-1], num_columns, group)
+
+
+def _batched(x: Tensor, feature_dims: int) -> Tensor:
+    return x.unsqueeze(0) if x.dim() == feature_dims else x
