@@ -10,11 +10,12 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from autoshard import parameters
+from autoshard import forwards, parameters
 from autoshard.agreement import agree
 from autoshard.capture import Capture, capture
 from autoshard.diff import GraphDiff, RegionDiff, readable_code
 from autoshard.export import capture_export
+from autoshard.materialize import check_initialisable
 from autoshard.mesh import resolve_mesh
 from autoshard.planner import PlanSpec, gather_facts, make_plan
 from passes.errors import AutoshardError, CaptureError, PlanError, describe
@@ -84,17 +85,18 @@ def autoshard(
     Raises:
         AutoshardError: on every rank of the mesh; its subclasses say what was wrong.
     """
-    _check_arguments(model, input_placement, gradient_reduction)
     mesh = resolve_mesh(mesh, model)
-    context = _Settings(mesh.get_group().group_name, mesh.size(), input_placement, gradient_reduction, ragged)
-    prepared = agree(mesh, lambda: prepare(model, plan, example_inputs, context), _text)
-    _install(model, prepared, mesh, context)
+    settings = Settings(mesh.get_group().group_name, mesh.size(), input_placement, gradient_reduction, ragged)
+    prepared = agree(mesh, lambda: prepare(model, plan, example_inputs, settings), _text)
+    _install(model, prepared, mesh, settings)
     model.__dict__[_RECORD] = Record(prepared.plan, prepared.diff, mesh)
     return model
 
 
 @dataclasses.dataclass(frozen=True)
-class _Settings:
+class Settings:
+    """The arguments of one `autoshard()` call, and the group it shards over."""
+
     group: str
     world_size: int
     input_placement: Placement
@@ -110,13 +112,14 @@ class _Settings:
         return self.gradient_reduction if self.batch_sharded else NONE
 
 
-def prepare(model: nn.Module, plan: PlanSpec, example_inputs: Any, settings: _Settings) -> Prepared:
+def prepare(model: nn.Module, plan: PlanSpec, example_inputs: Any, settings: Settings) -> Prepared:
     """Captures, plans and rewrites, without changing the model and without communication."""
+    _check_arguments(model, settings)
     captured = capture(model) if example_inputs is None else capture_export(model, example_inputs)
     for region in captured.regions:
         normalize(region.graph)
-    sharding = make_plan(model, captured, plan, settings.world_size)
     facts = gather_facts(model, captured)
+    sharding = make_plan(model, captured, plan, settings.world_size)
     context = Context(
         sharding,
         settings.group,
@@ -144,7 +147,7 @@ def _text(prepared: Prepared) -> str:
     return "\n".join([prepared.plan.to_json(), *graphs])
 
 
-def _install(model: nn.Module, prepared: Prepared, mesh: DeviceMesh, settings: _Settings) -> None:
+def _install(model: nn.Module, prepared: Prepared, mesh: DeviceMesh, settings: Settings) -> None:
     """Gives the model its shards and its graphs."""
     parameters.shard_parameters(model, prepared.plan, mesh)
     graphs: dict[int, dict[bool | None, fx.GraphModule]] = {}
@@ -153,11 +156,11 @@ def _install(model: nn.Module, prepared: Prepared, mesh: DeviceMesh, settings: _
     exposed = {name.rpartition(".")[0] for name in prepared.exposed}
     for path, module in list(model.named_modules()):
         if path in exposed:
-            parameters.expose_parameters(module, settings.group, settings.reduction)
+            forwards.expose_parameters(module, settings.group, settings.reduction)
         elif id(module) in graphs:
-            parameters.use_graph(module, graphs[id(module)])
+            forwards.use_graph(module, graphs[id(module)], prepared.capture.mode_sensitive if module is model else ())
         elif any(p is not None for p in module._parameters.values()):
-            parameters.use_local_parameters(module, settings.group, settings.reduction)
+            forwards.use_local_parameters(module, settings.group, settings.reduction)
 
 
 def sharding_plan(sharded: nn.Module) -> ShardingPlan:
@@ -192,7 +195,7 @@ def unshard(sharded: M) -> M:
     """
     _record(sharded)
     for module in sharded.modules():
-        parameters.restore(module)
+        forwards.restore(module)
     parameters.gather_parameters(sharded)
     del sharded.__dict__[_RECORD]
     return sharded
@@ -213,21 +216,32 @@ def _record(model: nn.Module) -> Record:
     return record
 
 
-def _check_arguments(model: nn.Module, input_placement: Placement, gradient_reduction: str) -> None:
+def _check_arguments(model: nn.Module, settings: Settings) -> None:
     if not isinstance(model, nn.Module):
         raise CaptureError(
             describe("autoshard(model)", f"got a {type(model).__name__}", "an nn.Module", "Pass the model itself.")
         )
-    if input_placement not in (Shard(0), Replicate()):
+    if settings.input_placement not in (Shard(0), Replicate()):
         raise PlanError(
-            describe("input_placement", f"got {input_placement!r}", "Shard(0) or Replicate()", "Pass one of these two.")
+            describe(
+                "input_placement",
+                f"got {settings.input_placement!r}",
+                "Shard(0) or Replicate()",
+                "Pass one of these two.",
+            )
         )
-    if gradient_reduction not in (MEAN, SUM):
+    if settings.gradient_reduction not in (MEAN, SUM):
         raise PlanError(
-            describe("gradient_reduction", f"got {gradient_reduction!r}", '"mean" or "sum"', "Pass one of these two.")
+            describe(
+                "gradient_reduction",
+                f"got {settings.gradient_reduction!r}",
+                '"mean" or "sum"',
+                "Pass one of these two.",
+            )
         )
     for path, module in model.named_modules():
         _check_module(path or "the model", module)
+    check_initialisable(model)
 
 
 def _check_module(path: str, module: nn.Module) -> None:

@@ -56,11 +56,13 @@ class Capture:
         regions: the traced modules.
         kept: path -> reason, for the modules that run as they are.
         notes: why the ladder went a step down, where it did.
+        mode_sensitive: where the model has a graph for each mode, the submodules that must not be in the other mode.
     """
 
     regions: tuple[Region, ...]
     kept: dict[str, str]
     notes: tuple[str, ...] = ()
+    mode_sensitive: tuple[str, ...] = ()
 
 
 class Untraceable(Exception):

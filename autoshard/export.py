@@ -57,7 +57,8 @@ def capture_export(model: nn.Module, example_inputs: Any) -> Capture:
     regions = _merge_modes(model, graphs)
     kept: dict[str, str] = {}
     layers = tuple(layer_regions(model, {id(model)}, kept))
-    return Capture((*regions, *layers), kept)
+    sensitive = tuple(path for path, module in model.named_modules() if path and isinstance(module, MODE_SENSITIVE))
+    return Capture((*regions, *layers), kept, mode_sensitive=sensitive)
 
 
 def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -1,34 +1,30 @@
-"""Parameters become DTensors, and modules learn to use them. The only room that changes a model.
+"""Parameters become shards.
 
 Every parameter becomes a DTensor under its own name: Shard(feature axis) where the plan shards it, Replicate
-elsewhere. Who reads a parameter gets what it can use:
+elsewhere. So optimizers, `clip_grad_norm_`, state_dict and torch.distributed.checkpoint are right without code of ours.
 
-    a traced graph             the DTensor; the graph's own nodes make a plain tensor of it
-    a module's own forward     a plain tensor, whose gradient is reduced over the ranks (`replicate_parameter`)
-    everybody else             the DTensor: optimizers, state_dict, checkpoints, initialisation
-
-The second row works through a twin: an object that shares the module's `__dict__`, of a class in which each parameter
-is a property. The module's forward runs with the twin as its `self`. What it writes, it writes into the module.
+One exception: DTensor carries no sparse gradient. The table of a lookup with sparse=True is a plain parameter that
+holds this rank's columns, so that SparseAdam, SGD and Adagrad work on it; `state_dict` shows it as a DTensor, and
+`load_state_dict` takes a DTensor or the whole table.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Mapping
+import dataclasses
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from autoshard.materialize import initialise, uninitialised
 from passes.errors import ConsumedError, describe
 from passes.layout import chunk_offset, chunk_sizes
-from passes.ops.redistribute import replicate_parameter
 from passes.plan import COLWISE, ShardingPlan
 
-_TWIN = "_autoshard_twin"
-_ORIGINAL = "_autoshard_original"
+_LOCAL = "_autoshard_local_parameters"
 
 
 class ConsumedParameter(nn.Parameter):
@@ -46,8 +42,36 @@ class ConsumedParameter(nn.Parameter):
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The whole of which a plain local parameter is a part.
+
+    Attributes:
+        mesh: the ranks.
+        placement: Shard or Replicate.
+        shape: of the whole.
+    """
+
+    mesh: DeviceMesh
+    placement: Placement
+    shape: torch.Size
+
+    def wrap(self, local: Tensor) -> DTensor:
+        """The DTensor with this rank's part."""
+        stride = _contiguous_stride(self.shape)
+        return DTensor.from_local(local, self.mesh, [self.placement], run_check=False, shape=self.shape, stride=stride)
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This rank's part of a whole tensor, a view."""
+        if not isinstance(self.placement, Shard):
+            return whole
+        world, rank = self.mesh.size(), self.mesh.get_local_rank()
+        dim, length = self.placement.dim, self.shape[self.placement.dim]
+        return whole.narrow(dim, chunk_offset(length, world, rank), chunk_sizes(length, world)[rank])
+
+
 def shard_parameters(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh) -> None:
-    """Turns every parameter of the model into a DTensor, in place. Ties stay ties.
+    """Turns every parameter of the model into a shard, in place. Ties stay ties.
 
     Args:
         model: its parameters are whole, and equal on all ranks, or on the meta device.
@@ -55,155 +79,148 @@ def shard_parameters(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh) -> 
         mesh: 1-D, in the order of its process group.
     """
     dims = {row.parameter: row.dim for row in plan.rows if row.strategy == COLWISE}
+    sparse = {row.parameter for row in plan.rows if row.sparse_gradient}
+    fresh = uninitialised(model)
+    names: dict[int, str] = {}
     made: dict[int, nn.Parameter] = {}
     consumed: list[nn.Parameter] = []
-    for path, module in model.named_modules(remove_duplicate=False):
+    owners = [(path, module) for path, module in model.named_modules(remove_duplicate=True)]
+    for path, module in owners:
         for name, parameter in list(module._parameters.items()):
-            if parameter is None or id(parameter) in {id(p) for p in made.values()}:
+            if parameter is None:
                 continue
+            first = names.setdefault(id(parameter), f"{path}.{name}" if path else name)
+            dim = dims.get(first)
+            shape = Shape(mesh, Replicate() if dim is None else Shard(dim), parameter.shape)
             if id(parameter) not in made:
-                full_name = f"{path}.{name}" if path else name
-                made[id(parameter)] = _distribute(parameter, dims.get(full_name), mesh)
+                made[id(parameter)] = _shard(parameter, shape, as_dtensor=first not in sparse)
                 consumed.append(parameter)
             module._parameters[name] = made[id(parameter)]
+            if first in sparse:
+                _keep_local(module, name, shape)
+    initialise(fresh, mesh)
     for parameter in consumed:
         parameter.data = parameter.new_empty(0)
         parameter.__class__ = ConsumedParameter
+    _update_references(owners, dict(zip(map(id, consumed), made.values(), strict=True)))
 
 
-def _distribute(parameter: nn.Parameter, dim: int | None, mesh: DeviceMesh) -> nn.Parameter:
-    """One parameter as a DTensor parameter; `dim` is None for a replicated one."""
+def _shard(parameter: nn.Parameter, shape: Shape, as_dtensor: bool) -> nn.Parameter:
     whole = parameter.detach()
-    if dim is None:
-        local: Tensor = whole
-        placement: Placement = Replicate()
-    else:
-        world, rank = mesh.size(), mesh.get_local_rank()
-        length = whole.size(dim)
-        local = whole.narrow(dim, chunk_offset(length, world, rank), chunk_sizes(length, world)[rank])
-        placement = Shard(dim)
+    local = shape.part(whole)
+    device = shape.mesh.device_type
     if whole.is_meta:
-        local = torch.empty_like(local, device=mesh.device_type, memory_format=torch.contiguous_format)
+        local = torch.empty_like(local, device=device, memory_format=torch.contiguous_format)
     else:
         # A copy: a view of the whole would keep the whole alive.
-        local = local.to(mesh.device_type).clone(memory_format=torch.contiguous_format)
-    tensor = DTensor.from_local(
-        local, mesh, [placement], run_check=False, shape=whole.shape, stride=_contiguous_stride(whole.shape)
-    )
+        local = local.to(device).clone(memory_format=torch.contiguous_format)
+    tensor = shape.wrap(local) if as_dtensor else local
     return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
 
 
 def _contiguous_stride(shape: Iterable[int]) -> tuple[int, ...]:
-    strides = [1]
-    for size in reversed(list(shape)[1:]):
+    sizes, strides = list(shape), [1]
+    for size in reversed(sizes[1:]):
         strides.append(strides[-1] * max(size, 1))
-    return tuple(reversed(strides))[: len(list(shape))]
+    return tuple(reversed(strides))[: len(sizes)]
 
 
-def use_graph(module: nn.Module, graphs: Mapping[bool | None, fx.GraphModule]) -> None:
-    """Gives a module the forward of its rewritten graph.
+def _update_references(owners: list[tuple[str, nn.Module]], new: Mapping[int, nn.Parameter]) -> None:
+    """Puts the new parameters in the lists, tuples and dicts that modules keep of their parameters."""
+    for _, module in owners:
+        for name, value in list(module.__dict__.items()):
+            if name not in ("_parameters", "_buffers", "_modules") and isinstance(
+                value, (list, tuple, dict, nn.Parameter)
+            ):
+                module.__dict__[name] = _replaced(value, new)
+
+
+def _replaced(value: Any, new: Mapping[int, nn.Parameter]) -> Any:
+    if isinstance(value, nn.Parameter):
+        return new.get(id(value), value)
+    if isinstance(value, list):
+        value[:] = [_replaced(item, new) for item in value]
+        return value
+    if isinstance(value, dict):
+        for key, item in value.items():
+            value[key] = _replaced(item, new)
+        return value
+    if type(value) is tuple:
+        items = [_replaced(item, new) for item in value]
+        return value if all(a is b for a, b in zip(items, value, strict=True)) else tuple(items)
+    return value
+
+
+def _keep_local(module: nn.Module, name: str, shape: Shape) -> None:
+    """Lets a plain local parameter be a DTensor in state dicts."""
+    shapes: dict[str, Shape] = module.__dict__.setdefault(_LOCAL, {})
+    if not shapes:
+        module._register_state_dict_hook(_wrap_in_state_dict)
+        module._register_load_state_dict_pre_hook(_unwrap_from_state_dict, with_module=True)
+    shapes[name] = shape
+
+
+def _wrap_in_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    for name, shape in module.__dict__[_LOCAL].items():
+        local = state.get(prefix + name)
+        if local is not None and not isinstance(local, DTensor):
+            state[prefix + name] = shape.wrap(local.detach())
+
+
+def _unwrap_from_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, shape in module.__dict__[_LOCAL].items():
+        value = state.get(prefix + name)
+        if isinstance(value, DTensor):
+            state[prefix + name] = value.to_local()
+        elif isinstance(value, Tensor) and value.shape == shape.shape:
+            state[prefix + name] = shape.part(value)
+
+
+def local_shapes(model: nn.Module) -> dict[str, Shape]:
+    """Name -> the whole behind it, for the parameters that are plain tensors of this rank's part."""
+    return {
+        f"{path}.{name}" if path else name: shape
+        for path, module in model.named_modules()
+        for name, shape in module.__dict__.get(_LOCAL, {}).items()
+    }
+
+
+def whole(value: Tensor, shape: Shape | None) -> Tensor:
+    """The whole of a parameter or gradient, dense, on every rank. Collective over its mesh.
 
     Args:
-        module: stays the object that it is; its class becomes a subclass of its class.
-        graphs: mode (`training`) -> graph; the key None for a graph that is for both.
+        value: a DTensor, or a plain tensor of this rank's part.
+        shape: of the plain tensor; None for a DTensor or a tensor that is whole.
     """
-    original = type(module)
-    forwards = {mode: type(graph).forward for mode, graph in graphs.items()}
-    namespace: dict[str, Any] = {}
-    for graph in graphs.values():
-        _adopt_attributes(module, graph)
-        # torch.export's code takes its arguments apart, and puts its result together, by these.
-        namespace |= {name: vars(graph)[name] for name in ("_in_spec", "_out_spec") if name in vars(graph)}
-    if None in forwards:
-        forward = forwards[None]
-    else:
-
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return forwards[self.training](self, *args, **kwargs)
-
-    _swap_class(module, {"forward": functools.wraps(original.forward)(_method(forward)), **namespace})
-
-
-def _adopt_attributes(module: nn.Module, graph: nn.Module) -> None:
-    """Gives a module what its graph has of its own: lifted constants and nested graphs."""
-    for name, buffer in graph._buffers.items():
-        if not hasattr(module, name):
-            module.register_buffer(name, buffer, persistent=False)
-    for name, child in graph._modules.items():
-        if not hasattr(module, name):
-            module.__dict__[name] = child
-
-
-def _method(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of its own around `forward`, whose metadata may be set."""
-
-    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return forward(self, *args, **kwargs)
-
-    return method
-
-
-def use_local_parameters(module: nn.Module, group: str, reduction: str) -> None:
-    """Lets a module's own forward see its replicated parameters as plain tensors."""
-    original = type(module)
-    reads = {name: _local_property(name, group, reduction) for name in module._parameters}
-    if original.forward is nn.Module.forward or isinstance(module, (nn.ParameterList, nn.ParameterDict)):
-        _swap_class(module, reads)  # no forward of its own: others read its parameters
-        return
-
-    @functools.wraps(original.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return original.forward(self.__dict__[_TWIN], *args, **kwargs)
-
-    twin_class = _subclass(original, reads)
-    twin = object.__new__(twin_class)
-    object.__setattr__(twin, "__dict__", module.__dict__)
-    module.__dict__[_TWIN] = twin
-    _swap_class(module, {"forward": forward})
-
-
-def expose_parameters(module: nn.Module, group: str, reduction: str) -> None:
-    """Lets everybody see a module's replicated parameters as plain tensors: another module's code reads them."""
-    _swap_class(module, {name: _local_property(name, group, reduction) for name in module._parameters})
-
-
-def _local_property(name: str, group: str, reduction: str) -> property:
-    def read(self: nn.Module) -> Tensor | None:
-        parameter = self._parameters[name]
-        return None if parameter is None else replicate_parameter(parameter, group, reduction)
-
-    return property(read)
-
-
-def _swap_class(module: nn.Module, namespace: dict[str, Any]) -> None:
-    module.__class__ = _subclass(type(module), {**namespace, _ORIGINAL: original_class(module)})
-
-
-def _subclass(cls: type[nn.Module], namespace: dict[str, Any]) -> type[nn.Module]:
-    """A subclass that goes by the name of its base."""
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (cls,), {**names, **namespace})
-
-
-def original_class(module: nn.Module) -> type[nn.Module]:
-    """The class that the module had before `autoshard()`."""
-    cls: type[nn.Module] = getattr(type(module), _ORIGINAL, type(module))
-    return cls
-
-
-def restore(module: nn.Module) -> None:
-    """Gives a module its own class and forward back."""
-    module.__dict__.pop(_TWIN, None)
-    module.__class__ = original_class(module)
+    value = value.detach()
+    if isinstance(value, DTensor):
+        return value.full_tensor()
+    dense = value.to_dense() if value.is_sparse else value
+    return dense if shape is None else shape.wrap(dense).full_tensor()
 
 
 def gather_parameters(model: nn.Module) -> None:
-    """Turns every DTensor parameter back into a whole, plain one, in place. Collective over the mesh."""
+    """Turns every parameter back into a whole, plain one, in place. Collective over the mesh."""
+    shapes = local_shapes(model)
     made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
+    for path, module in model.named_modules():
         for name, parameter in list(module._parameters.items()):
-            if isinstance(parameter, DTensor):
-                if id(parameter) not in made:
-                    whole = parameter.detach().full_tensor().clone()
-                    made[id(parameter)] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
-                module._parameters[name] = made[id(parameter)]
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                shape = shapes.get(f"{path}.{name}" if path else name)
+                made[id(parameter)] = nn.Parameter(
+                    whole(parameter, shape).clone(), requires_grad=parameter.requires_grad
+                )
+            module._parameters[name] = made[id(parameter)]
+        if module.__dict__.pop(_LOCAL, None) is not None:
+            _remove_hooks(module)
+
+
+def _remove_hooks(module: nn.Module) -> None:
+    for hooks, ours in (
+        (module._state_dict_hooks, _wrap_in_state_dict),
+        (module._load_state_dict_pre_hooks, _unwrap_from_state_dict),
+    ):
+        for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) is ours]:
+            del hooks[key]

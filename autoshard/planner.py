@@ -117,14 +117,23 @@ def make_plan(model: nn.Module, capture: Capture, spec: PlanSpec, world_size: in
     for name in weights:
         strategy, (want, source) = strategies[name], wanted[name]
         if strategy == COLWISE:
-            dim = 0 if facts.parameters[name].dim() == 1 else feature_dim(facts.sites[name][0].op)
+            dim = _sharded_dim(name, facts)
             columns = facts.parameters[name].size(dim)
             reason = f"{source}: {columns} columns, {-(-columns // world_size)} per rank"
+            if len({feature_dim(site.op) for site in facts.sites[name]}) > 1:
+                reason += "; tied: the linear takes its input columns"
         else:
             dim = None
             reason = source if want == REPLICATE else obstacles[name] or followed.get(name, source)
         rows.append(_row(name, strategy, dim, reason, facts))
     return ShardingPlan(tuple(rows), world_size, _notes(model, capture))
+
+
+def _sharded_dim(name: str, facts: Facts) -> int:
+    """The feature axis. A table that is tied to a linear keeps its own, which is the linear's input axis."""
+    if facts.parameters[name].dim() == 1:
+        return 0
+    return max(feature_dim(site.op) for site in facts.sites[name])
 
 
 def _weights(model: nn.Module, facts: Facts) -> list[str]:
@@ -246,12 +255,12 @@ def _obstacle(name: str, facts: Facts) -> str | None:
     if as_bias and len(as_bias) < len(sites):
         return "used as a weight and as a bias"
     if as_bias:
+        if any(_sharded_dim(facts.canonical[site.weight], facts) == 1 for site in as_bias):
+            return "the bias of a linear that is tied to a table: added once, after the sum over ranks"
         outs = {facts.parameters[site.weight].shape[:1] for site in as_bias}
         return None if outs == {parameter.shape} else "a bias that is broadcast has no feature axis"
     if parameter.dim() != 2:
         return f"a weight of {parameter.dim()} dimension has no feature axis"
-    if len({feature_dim(site.op) for site in sites}) > 1:
-        return "tied: a table along dim 1 and a linear along dim 0"
     return None
 
 
@@ -266,7 +275,7 @@ def _decide_together(strategies: dict[str, str], facts: Facts) -> dict[str, str]
         (facts.canonical[site.weight], facts.canonical[site.bias])
         for sites in facts.sites.values()
         for site in sites
-        if site.bias is not None
+        if site.bias is not None and _sharded_dim(facts.canonical[site.weight], facts) == 0
     }
     changed = True
     while changed:
@@ -292,6 +301,7 @@ def _row(name: str, strategy: str, dim: int | None, reason: str, facts: Facts) -
         dim=dim,
         sites=tuple(dict.fromkeys(f"{site.op} {site.module or site.weight}" for site in sites)),
         reason=reason,
+        sparse_gradient=any(("sparse", True) in site.options for site in sites),
         aliases=tuple(alias for alias, first in facts.canonical.items() if first == name and alias != name),
     )
 

@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 from tabulate import tabulate
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import Placement, Shard
 from torch.utils import _pytree as pytree
 
 from autoshard.api import autoshard, sharding_plan
 from autoshard.launch import launch
+from autoshard.parameters import Shape, local_shapes, whole
 from autoshard.planner import PlanSpec
 from passes.errors import EquivalenceError, describe
 from passes.ops.redistribute import MEAN, SUM
@@ -284,21 +285,18 @@ def _train(
             if trained:
                 divisor = 1 if job.gradient_reduction == SUM else len(ranks)
                 (job.loss(out) / divisor).backward()
-        gradients = {name: _whole(p.grad) for name, p in model.named_parameters()}
+        shapes = local_shapes(model)
+        gradients = {name: _whole(p.grad, shapes.get(name)) for name, p in model.named_parameters()}
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
-        parameters = {name: _whole(p) for name, p in model.named_parameters()}
+        parameters = {name: _whole(p, shapes.get(name)) for name, p in model.named_parameters()}
         steps.append(_Step(outputs, gradients, {k: v for k, v in parameters.items() if v is not None}))
     return steps
 
 
-def _whole(tensor: Tensor | None) -> Tensor | None:
-    if tensor is None:
-        return None
-    tensor = tensor.detach()
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return (whole.to_dense() if whole.is_sparse else whole).clone()
+def _whole(tensor: Tensor | None, shape: Shape | None) -> Tensor | None:
+    return None if tensor is None else whole(tensor, shape).clone()
 
 
 def _compare(expected: list[_Step], sharded: list[_Step], outputs: list[Any]) -> list[Comparison]:

@@ -14,6 +14,8 @@ from torch.fx.passes.infra.pass_base import PassResult
 from passes.errors import RewriteError, describe
 from passes.graph_pass import Edit, GraphPass
 from passes.normalize import FoldFixedBags, InlineLayers, InlineModes
+from passes.ops import redistribute
+from passes.ops.renorm import renorm
 from passes.rewrite import embedding, embedding_bag, linear, parameters
 from passes.rewrite.sandwich import Context, Sandwich
 from passes.sites import EMBEDDING, EMBEDDING_BAG, LINEAR, Call, Scope, calls, nested_call_users, scopes
@@ -23,6 +25,11 @@ _ARROWS = {
     True: "Shard(0) -> Replicate -> Shard(-1) -> Shard(0)",
     False: "Replicate -> Shard(-1) -> Replicate",
 }
+_ROWWISE = {
+    True: "Shard(0) -> Shard(-1) -> Partial -> Shard(0)",
+    False: "Replicate -> Shard(-1) -> Partial -> Replicate",
+}
+_GATHERED = "Shard(0) -> Replicate -> Shard(0)"
 _REWRITES: Mapping[str, Callable[[Sandwich], None]] = {
     EMBEDDING: embedding.rewrite,
     EMBEDDING_BAG: embedding_bag.rewrite,
@@ -30,8 +37,8 @@ _REWRITES: Mapping[str, Callable[[Sandwich], None]] = {
 }
 
 
-class ShardColwise(GraphPass):
-    """Rewrites every site whose weight the plan shards."""
+class RewriteSites(GraphPass):
+    """Rewrites every site whose weight the plan shards, and every whole lookup that depends on the ids of all ranks."""
 
     def __init__(self, context: Context, parameters: Mapping[str, torch.nn.Parameter], prefix: str) -> None:
         super().__init__()
@@ -43,10 +50,16 @@ class ShardColwise(GraphPass):
         for scope in scopes(graph_module, self._prefix):
             differentiable = _differentiable(scope, inputs=bool(self._prefix))
             for call in calls(scope):
-                if scope.parameters[call.weight] in sharded:
+                if scope.parameters[call.weight] in sharded or self._needs_all_ids(call):
                     sandwich = Sandwich(scope, call, self._context, self._parameters, differentiable)
                     self.record(_edit(sandwich))
         return PassResult(graph_module, len(self.edits) > before)
+
+    def _needs_all_ids(self, call: Call) -> bool:
+        """True for options that change with the ids of the other ranks: their counts, the rows that are renormed."""
+        options = call.options
+        mixing = options.get("max_norm") is not None or options.get("scale_grad_by_freq", False)
+        return self._context.batch_sharded and bool(mixing)
 
     def ensures(self, graph_module: fx.GraphModule) -> None:
         """No site of a sharded weight is left."""
@@ -78,30 +91,41 @@ class ReplicateParameters(GraphPass):
         for scope in scopes(graph_module, self._prefix):
             nested = nested_call_users(scope.graph_module)
             for node, name in scope.parameters.items():
-                users = [user for user in node.users if user not in nested]
+                users = [user for user in node.users if user not in nested and not _makes_local(user)]
                 if name not in sharded and users:
                     edit = parameters.rewrite(node, users, scope, self._context, self._parameters[name])
                     self.record(edit)
         return PassResult(graph_module, len(self.edits) > before)
 
 
+def _makes_local(user: fx.Node) -> bool:
+    """True for a node of a rewrite that reduces the parameter's gradient itself, or hands the parameter on to one."""
+    return user.target in (redistribute.replicate_parameter, renorm)
+
+
 def _edit(sandwich: Sandwich) -> Edit:
     """Rewrites one call and tells what was done."""
     call, context = sandwich.call, sandwich.context
     where = {"module": sandwich.at, "parameter": sandwich.weight_name, "node": call.node.name}
-    dim = 0 if call.op == LINEAR else 1
-    whole = list(sandwich.weight.shape)
-    shard = list(whole)
-    shard[dim] = -(-whole[dim] // context.world_size)
     row = context.plan.row(sandwich.weight_name)
-    shapes = f"weight {tuple(whole)} -> {tuple(shard)} per rank{_operand_shapes(call)}"
+    whole = tuple(sandwich.weight.shape)
+    shard = tuple(-(-size // context.world_size) if dim == row.dim else size for dim, size in enumerate(whole))
+    shapes = f"weight {whole} -> {shard} per rank{_operand_shapes(call)}"
+    rowwise = call.op == LINEAR and row.dim == 1
+    what = f"sharded by column over {context.world_size} ranks"
+    if row.dim is None:
+        what, placement = "whole on every rank, computed for the ids of all", _GATHERED
+    elif rowwise:
+        what, placement = f"sharded by input column over {context.world_size} ranks", _ROWWISE[context.batch_sharded]
+    else:
+        placement = _ARROWS[context.batch_sharded]
     _REWRITES[call.op](sandwich)
     return Edit(
         graph=sandwich.scope.path,
         op=call.op,
-        what=f"sharded by column over {context.world_size} ranks",
+        what=what,
         why=row.reason,
-        placement=_ARROWS[context.batch_sharded],
+        placement=placement,
         shapes=shapes,
         traffic=tuple(sandwich.traffic),
         **where,
@@ -166,7 +190,7 @@ def shard_graph(
         RewriteError: if a planned site was not rewritten or the graph is not well formed afterwards.
     """
     passes = [
-        ShardColwise(context, model_parameters, prefix),
+        RewriteSites(context, model_parameters, prefix),
         ReplicateParameters(context, model_parameters, prefix),
     ]
     for graph_pass in passes:

@@ -28,6 +28,8 @@ class PlanRow:
         sites: the layers that use it, as "op module.path".
         reason: why this strategy.
         aliases: further names of a tied parameter.
+        sparse_gradient: True if a lookup with sparse=True uses it. DTensor carries no sparse gradient, so the parameter
+            is then a plain tensor of this rank's columns; state_dict shows it as a DTensor all the same.
     """
 
     parameter: str
@@ -38,6 +40,7 @@ class PlanRow:
     sites: tuple[str, ...]
     reason: str
     aliases: tuple[str, ...] = ()
+    sparse_gradient: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

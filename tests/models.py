@@ -695,8 +695,22 @@ MODELS: dict[str, Model] = {
         whole=False,
     ),
     "factor": Model(Factor, with_constants(lambda rows, seed: (dense(rows, seed, 5),), 2.5)),
-    "attention": Model(Attention, _sequence, whole=False),
-    "encoder": Model(Encoder, _sequence, whole=False, mixes_rows=True, modes=True),
+    "attention": Model(
+        Attention,
+        _sequence,
+        whole=False,
+        replicated=frozenset({"attention.out_proj.weight", "attention.out_proj.bias"}),
+    ),
+    "encoder": Model(
+        Encoder,
+        _sequence,
+        whole=False,
+        mixes_rows=True,
+        modes=True,
+        replicated=frozenset(
+            f"layer.{name}.{key}" for name in ("self_attn.out_proj", "linear1", "linear2") for key in ("weight", "bias")
+        ),
+    ),
     "parameters": Model(Parameters, _x),
     "custom_gradient": Model(CustomGradient, _x, whole=False),
     "attribute_writer": Model(AttributeWriter, _x, whole=False, exports=False),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard import autoshard, unshard
@@ -355,6 +355,34 @@ def test_examples_may_be_a_pair_of_args_and_kwargs() -> None:
     (region, *_) = capture_export(model, ((x,), {"mask": mask})).regions
     use_graph(model, {region.mode: region.graph})
     assert torch.equal(model(x, mask=mask), original(x, mask))
+
+
+@pytest.mark.parametrize("ladder", LADDERS)
+def test_an_error_in_a_region_without_gradient_leaves_gradients_on(ladder: str) -> None:
+    case = MODELS["no_grad"]
+    model = with_graphs(case.make(), ladder, case)
+    try:
+        with pytest.raises(IndexError):
+            model(torch.tensor([[0, 11, 1]]))
+        assert torch.is_grad_enabled()
+    finally:
+        torch.set_grad_enabled(True)
+
+
+def traced_with_a_hook() -> nn.Module:
+    inner = fx.symbolic_trace(nn.Sequential(nn.Linear(5, 4), nn.Tanh()))
+    inner.register_forward_hook(lambda module, args, output: output * 2)
+    return nn.Sequential(inner, nn.Linear(4, 3)).double()
+
+
+def test_a_part_that_is_a_traced_module_with_a_hook_is_captured_by_itself() -> None:
+    """It stays in the model's graph as a call, and its sites belong to its own region only."""
+    model = traced_with_a_hook()
+    found = capture(model)
+    sites = [(region.path, site.weight) for region in found.regions for site in find_sites(region.graph, region.path)]
+    assert {weight for _, weight in sites} == {"0.0.weight", "1.weight"}
+    plan = make_plan(model, found, "colwise", 2)
+    assert {row.parameter for row in plan.rows} == {"0.0.weight", "0.0.bias", "1.weight", "1.bias"}
 
 
 # ---------------------------------------------------------------- sharded, on two ranks

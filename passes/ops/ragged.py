@@ -207,5 +207,42 @@ def rearrange_bags_ragged(
     return apply(_ColumnsToRowsRagged, columns, rows, counts[:-1], num_columns, group)
 
 
+def rows_to_columns_ragged(x: Tensor, counts: list[int], num_columns: int, group: str) -> Tensor:
+    """Shard(0) -> Shard(-1): (n, ..., D) -> (N, ..., d), this rank's columns of all ranks' rows."""
+    x = _batched(x, 1)
+    inner = math.prod(x.shape[1:-1])
+    by_rank = counts[:-1] if inner == 1 else [count * inner for count in counts[:-1]]
+    columns = apply(_RowsToColumnsRagged, as_matrix(x), counts[-1] * inner, by_rank, num_columns, group)
+    return columns.view(counts[-1], *x.shape[1:-1], columns.size(1))
+
+
+def reduce_scatter_ragged(partial: Tensor, like: Tensor, counts: list[int], group: str) -> Tensor:
+    """Partial -> Shard(0): (N, ..., F) -> (n, ..., F), summed over the ranks; `like` is (n, ..., in) or (in,)."""
+    *by_rank, total = counts
+    rows = _batched(like, 1).size(0)
+    out = apply(_ReduceScatterRagged, partial, rows, by_rank, total, group)
+    return out.view(*like.shape[:-1], partial.size(-1))
+
+
+def own_rows_ragged(x: Tensor, like: Tensor, counts: list[int], group: str) -> Tensor:
+    """Replicate -> Shard(0): (N, ..., D) -> (n, ..., D), this rank's rows; `like` is (n, ...) or one row ()."""
+    own = _own_rows(x, 1 if like.dim() == 0 else like.size(0), counts, group)
+    return own.view(*like.shape, x.size(-1))
+
+
+def own_bags_ragged(
+    x: Tensor, ids: Tensor, offsets: Tensor | None, include_last_offset: bool, counts: list[int], group: str
+) -> Tensor:
+    """`own_rows_ragged` for bags: (bags of all ranks, D) -> (this rank's bags, D)."""
+    rows = ids.size(0) if offsets is None else offsets.size(0) - int(include_last_offset)
+    return _own_rows(x, rows, counts, group)
+
+
+def _own_rows(x: Tensor, rows: int, counts: list[int], group: str) -> Tensor:
+    # Indices, not a slice: the number of rows that the compiler sees is then the one of this rank's input.
+    before = torch.tensor([0, *counts[:-1]], device=x.device).cumsum(0)[group_rank(group)]
+    return x.index_select(0, torch.arange(rows, device=x.device) + before)
+
+
 def _batched(x: Tensor, feature_dims: int) -> Tensor:
     return x.unsqueeze(0) if x.dim() == feature_dims else x

@@ -7,6 +7,11 @@ B rows per rank, W ranks, N = W*B rows in all, D columns of which this rank hold
     reduce_scatter_batch  Partial     -> Shard(0)     reduce_scatter sum         all_gather
     rearrange_columns     Shard(-1)   -> Shard(0)     all_to_all, columns put    the inverse
                           (N, d)         (B, D)       in order
+    rows_to_columns       Shard(0)    -> Shard(-1)    the inverse of that        rearrange_columns
+                          (B, D)         (N, d)
+    slice_columns         Replicate   -> Shard(-1)    this rank's columns        all_gather
+                          (N, D)         (N, d)
+    own_rows              Replicate   -> Shard(0)     this rank's rows           zeros for the others' rows
     gather_columns        Shard(-1)   -> Replicate    all_gather, columns put    this rank's columns
                           (N, d)         (N, D)       in order
     copy_to_columns       Replicate   -> Replicate    identity                   all_reduce sum
@@ -148,6 +153,21 @@ class _AllReduce(Function):
         return apply(_CopyToColumns, gradient, ctx.group), None
 
 
+class _ReduceGradient(Function):
+    """`_CopyToColumns` for a parameter, whose gradient may be sparse."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        if gradient.is_sparse:
+            return sum_sparse(gradient, ctx.group), None
+        return apply(_AllReduce, gradient, ctx.group), None
+
+
 class _ScaleGradient(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, divisor: int) -> Tensor:
@@ -184,6 +204,16 @@ def exchange_rows_for_columns(x: Tensor, num_columns: int, group: str) -> Tensor
     return received.view(world * rows, sizes[rank])
 
 
+def sum_sparse(x: Tensor, group: str) -> Tensor:
+    """The sum over ranks of COO tensors, uncoalesced: the entries of all ranks, one rank after the other."""
+    indices, values = x._indices(), x._values()
+    counts = all_gather(torch.tensor([values.size(0)], device=values.device), group).tolist()
+    own = [values.size(0)] * len(counts)
+    all_indices = all_to_all(torch.cat([indices.t()] * len(counts)), counts, own, group)
+    all_values = all_to_all(torch.cat([values] * len(counts)), counts, own, group)
+    return torch.sparse_coo_tensor(all_indices.t(), all_values, x.shape, check_invariants=False)
+
+
 def all_gather_batch(x: Tensor, group: str, *, at: str, feature_dims: int = 0) -> Tensor:
     """Shard(0) -> Replicate: the rows of all ranks, in the order of the mesh.
 
@@ -215,9 +245,9 @@ def copy_optional(x: Tensor | None, group: str) -> Tensor | None:
     return None if x is None else copy_to_columns(x, group)
 
 
-def reduce_scatter_batch(x: Tensor, group: str) -> Tensor:
-    """Partial -> Shard(0): (W*B, ...) -> (B, ...), summed over the ranks."""
-    return apply(_ReduceScatter, x, group)
+def reduce_scatter_batch(partial: Tensor, like: Tensor, group: str) -> Tensor:
+    """Partial -> Shard(0): (W*B, ..., F) -> (B, ..., F), summed over the ranks; `like` is (B, ..., in) or (in,)."""
+    return apply(_ReduceScatter, partial, group).view(*like.shape[:-1], partial.size(-1))
 
 
 def rearrange_columns(
@@ -251,6 +281,31 @@ def gather_columns(columns: Tensor, num_columns: int, group: str, *, at: str) ->
     return out.view(*columns.shape[:-1], num_columns)
 
 
+def rows_to_columns(x: Tensor, num_columns: int, group: str, *, at: str) -> Tensor:
+    """Shard(0) -> Shard(-1): (B, ..., D) -> (W*B, ..., d), this rank's columns of all ranks' rows.
+
+    Raises:
+        InputError: in eager mode, on all ranks, if the sizes differ between ranks.
+    """
+    x = x.unsqueeze(0) if x.dim() == 1 else x
+    checks.check_equal_sizes(x, group, at)
+    columns = apply(_RowsToColumns, as_matrix(x), num_columns, group)
+    return columns.view(x.size(0) * group_size(group), *x.shape[1:-1], columns.size(1))
+
+
+def slice_columns(x: Tensor, num_columns: int, group: str) -> Tensor:
+    """Replicate -> Shard(-1): (..., D) -> (..., d), this rank's columns."""
+    columns = apply(_SliceColumns, as_matrix(x), num_columns, group)
+    return columns.view(*x.shape[:-1], columns.size(1))
+
+
+def own_rows(x: Tensor, like: Tensor | None, group: str) -> Tensor:
+    """Replicate -> Shard(0): (W*B, ...) -> (B, ...), this rank's rows, in the shape that `like` begins with."""
+    rows = x.size(0) // group_size(group)
+    own = x.narrow(0, group_rank(group) * rows, rows)
+    return own if like is None else own.reshape(*like.shape, *x.shape[x.dim() - 1 :])
+
+
 def copy_to_columns(x: Tensor, group: str) -> Tensor:
     """Replicate -> Replicate, before an op on this rank's columns: the gradient is the sum over the ranks."""
     return apply(_CopyToColumns, x, group)
@@ -265,17 +320,19 @@ def replicate_parameter(parameter: Tensor, group: str, reduction: str) -> Tensor
     """A replicated parameter as this rank's plain tensor.
 
     Args:
-        parameter: a DTensor with placement Replicate, or a plain tensor, which is returned as it is.
+        parameter: a DTensor with placement Replicate; a plain Parameter, equal on all ranks, whose gradient is sparse;
+            or
+            a plain tensor that is no Parameter: it went through here already, and is returned as it is.
         group: name of the process group.
         reduction: what its gradient is, over the ranks' own gradients: "mean", "sum", or "none" where every rank
             computes the whole gradient already (replicated inputs).
     """
-    if not isinstance(parameter, DTensor):
+    if not isinstance(parameter, (DTensor, torch.nn.Parameter)):
         return parameter
-    local = parameter.to_local()
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if reduction == NONE or not parameter.requires_grad:
         return local
-    return _scale_gradient(copy_to_columns(local, group), group, reduction)
+    return _scale_gradient(apply(_ReduceGradient, local, group), group, reduction)
 
 
 def local_columns(parameter: Tensor, group: str, reduction: str) -> Tensor:

@@ -46,10 +46,14 @@ def rewrite(sandwich: Sandwich) -> None:
     if not context.ragged:
         sandwich.replace(sandwich.spread(columns, None, _bags(sandwich), None))
         return
-    sandwich.spread_moves(_bags(sandwich))
+    name = f"{call.node.name}_rows"
     bags = (own_ids, offsets, bool(call.options["include_last_offset"]), bag_counts)
+    if not sandwich.colwise:
+        sandwich.replace(sandwich.add(name, ragged.own_bags_ragged, columns, *bags, context.group))
+        return
+    sandwich.spread_moves(_bags(sandwich))
     arguments = (columns, *bags, sandwich.weight.size(1), context.group)
-    sandwich.replace(sandwich.add(f"{call.node.name}_rows", ragged.rearrange_bags_ragged, *arguments))
+    sandwich.replace(sandwich.add(name, ragged.rearrange_bags_ragged, *arguments))
 
 
 def _in_bags(sandwich: Sandwich, x: Any) -> Any:

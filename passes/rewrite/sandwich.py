@@ -82,6 +82,11 @@ class Sandwich:
         """True if the weight is sharded along its feature axis, False if every rank holds all of it."""
         return self.context.plan.row(self.weight_name).strategy == COLWISE
 
+    @property
+    def dim(self) -> int | None:
+        """The dimension of the weight that is sharded, None if none is."""
+        return self.context.plan.row(self.weight_name).dim
+
     def add(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """A new node in front of the call's node, with its stack trace and module path."""
         graph = self.scope.graph_module.graph
@@ -144,6 +149,8 @@ class Sandwich:
         """The call's result out of this rank's columns of it; `rows` is the number of rows on one rank."""
         group, num_columns = self.context.group, self._num_columns()
         name = f"{self.call.node.name}_rows"
+        if not self.colwise:
+            return self._own_rows(columns, like, counts)
         self.spread_moves(rows)
         if not self.context.batch_sharded:
             return self.add(name, redistribute.gather_columns, columns, num_columns, group, at=self.at)
@@ -151,6 +158,13 @@ class Sandwich:
             operands = (columns, like, counts)
             return self.add(name, ragged.rearrange_ragged, *operands, num_columns, group, **self._features())
         return self.add(name, redistribute.rearrange_columns, columns, like, num_columns, group, **self._features())
+
+    def _own_rows(self, columns: fx.Node, like: fx.Node | None, counts: fx.Node | None) -> fx.Node:
+        """The call's result where every rank has computed all of it."""
+        name, group = f"{self.call.node.name}_rows", self.context.group
+        if self.context.ragged:
+            return self.add(name, ragged.own_rows_ragged, columns, like, counts, group)
+        return self.add(name, redistribute.own_rows, columns, like, group)
 
     def spread_moves(self, rows: sympy.Expr) -> None:
         """Notes what `spread` puts on the wire."""

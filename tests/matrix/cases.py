@@ -279,3 +279,94 @@ BY_MESH: dict[tuple[int, ...], tuple[Case, ...]] = {
 REPLICATED = tuple(
     case.but(replicated=True).on(*ranks) for ranks in ((0, 1), (2, 3, 0, 1), (3, 1)) for case in BASE
 )
+
+
+def _sparse() -> Iterable[Case]:
+    for kind in _LOOKUPS:
+        if kind.mode != "max":
+            case = kind.but(sparse=True)
+            yield case.on(0, 1)
+            yield case.but(columns=9).on(2, 0, 1)
+            yield case.but(columns=5).on(3, 2, 1, 0)
+            yield case.but(gradients="mean").on(1, 3)
+            yield case.but(padding_idx=3)
+            yield case.but(replicated=True)
+            yield case.but(dtype="bfloat16")
+            yield case.but(dtype="float64")
+            yield case.but(functional=True)
+    yield Case(EMBEDDING, (5, 4), 17, 12, sparse=True, max_norm=2.0)
+    yield Case(EMBEDDING, (0,), 17, 12, sparse=True)
+    yield Case(EMBEDDING, (), 17, 12, sparse=True)
+
+
+def _ragged() -> Iterable[Case]:
+    """Sizes that differ between ranks, a rank with one row, with none, all with none."""
+    for sizes in ((3, 5), (4, 0), (0, 6), (1, 2, 3), (0, 0, 7), (2, 9, 1, 4), (5, 0, 3, 0), (0, 0, 0, 0)):
+        ranks = tuple(range(len(sizes)))
+        for columns, gradients in ((12, "sum"), (5, "mean")):
+            how = {"gradients": gradients, "sizes": sizes, "ranks": ranks}
+            yield Case(EMBEDDING, (1, 4), 17, columns, **how)
+            yield Case(EMBEDDING, (1,), 17, columns, padding_idx=3, **how)
+            yield Case(LINEAR, (1, 17), 17, columns, **how)
+            yield Case(LINEAR, (1, 2, 17), 17, columns, bias=False, **how)
+            for mode in ("sum", "mean", "max"):
+                base = Case(BAG, (1,), 17, columns, mode=mode, **how)
+                yield base.but(shape=(1, 4))
+                yield base.but(bags=3)
+                counts = tuple((7 * place + 3) % 5 for place in ranks)
+                # Ids that no bag takes are refused by torch: as many bags as ids where there are any.
+                some = tuple(max(count, min(size, 1)) for count, size in zip(counts, sizes, strict=True))
+                yield base.but(bag_counts=some)
+                yield base.but(bag_counts=some, include_last_offset=True)
+                yield base.but(bag_counts=some, weighted=mode == "sum", ids_dtype="int32")
+        yield Case(EMBEDDING, (1, 4), 17, 12, sizes=sizes, max_norm=2.0).on(*ranks)
+        yield Case(BAG, (1,), 17, 12, sizes=sizes, bags=3, max_norm=11.0, norm_type=0.0, zeros=True).on(*ranks)
+        yield Case(EMBEDDING, (1, 4), 7, 12, sizes=sizes, scale_grad_by_freq=True).on(*ranks)
+    for mode in ("sum", "mean", "max"):
+        yield Case(BAG, (6,), 17, 12, mode=mode, bag_counts=(2, 9, 1, 4)).on(3, 2, 1, 0)
+        yield Case(BAG, (6,), 17, 12, mode=mode, bag_counts=(2, 9, 1, 4), weighted=mode == "sum").on(0, 1, 2, 3)
+
+
+def _whole_tables() -> Iterable[Case]:
+    """Replicated tables of which every rank must see all ranks' ids."""
+    for options in (
+        {"max_norm": 1.5},
+        {"max_norm": 11.0, "norm_type": 0.0, "zeros": True},
+        {"scale_grad_by_freq": True, "balanced": True},
+    ):
+        for base in (*_LOOKUPS[:3], Case(BAG, (8,), 17, 12, bags=3)):
+            yield base.but(plan="replicate", **options)
+            yield base.but(plan="replicate", gradients="mean", **options).on(2, 0, 1)
+
+
+SPARSE = tuple(_sparse())
+RAGGED = tuple(_ragged())
+WHOLE_TABLES = tuple(_whole_tables())
+
+
+def _compiled() -> Iterable[Case]:
+    """Every kind on two ranks, and what a compiler could lose: writes in place, views, an order, uneven columns."""
+    yield from (case for case in BY_MESH[0, 1] if len(case.shape) < 4)
+    yield from [case for case in REPLICATED if case.ranks == (3, 1)][::3]
+    strides = {"norms": 5, "inputs": 5, "bags": 6, "dtypes": 9, "frequencies": 5, "gradients and optimizers": 7}
+    for option, stride in strides.items():
+        yield from [case for case in BY_OPTION[option] if case.world == 2][::stride]
+    yield from [case for case in BY_OPTION["few columns"] if case.columns in (1, 5)][::4]
+    yield from BY_OPTION["whole parameters"][::7]
+
+
+def _inductor() -> Iterable[Case]:
+    for kind in KINDS:
+        yield kind.but(columns=9)
+        yield kind.but(columns=9, replicated=True)
+    yield KINDS[0].but(columns=5, gradients="mean").on(2, 3, 0, 1)
+    yield KINDS[7].but(columns=5, then=7, gradients="mean", optimizer="adam").on(0, 1, 2)
+    yield KINDS[0].but(max_norm=11.0, norm_type=0.0, zeros=True)
+    yield KINDS[5].but(max_norm=3.5, columns=13)
+    yield KINDS[3].but(padding_idx=3, viewed=True, ids_dtype="int32")
+    yield KINDS[2].but(dtype="bfloat16", strided=True)
+    yield KINDS[0].but(scale_grad_by_freq=True, padding_idx=2)
+
+
+COMPILED = tuple(_compiled())
+INDUCTOR = tuple(_inductor())

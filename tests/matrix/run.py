@@ -121,8 +121,9 @@ def run_cases(mesh: DeviceMesh, cases: list[Case], backend: str | None = None) -
             # All of them: a rank that left at its first would leave the others waiting for it.
             found = next(iter(list(_differences(mesh, case, backend))), None)
         except Exception as error:
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            found = f"{type(error).__name__}: {str(error)[:600]} ({where.filename}:{where.lineno})"
+            frames = traceback.extract_tb(error.__traceback__)[-3:]
+            where = ", ".join(f"{frame.filename}:{frame.lineno}" for frame in frames)
+            found = f"{type(error).__name__}: {str(error)[:300]} ({where})"
         if found is not None:
             failures.append(f"{case}: {found}")
     return failures
@@ -138,6 +139,7 @@ def _differences(mesh: DeviceMesh, case: Case, backend: str | None) -> Iterator[
         {"*": "replicate"} if case.plan == "replicate" else case.plan,
         input_placement=Replicate() if case.replicated else Shard(0),
         gradient_reduction=case.gradients,
+        **({"ragged": True} if case.ragged else {}),
     )
     parameters = list(model.parameters())
     optimizer = make_optimizer(case, parameters)
@@ -219,7 +221,8 @@ def _compare_backward(
         if not isinstance(gradient, DTensor):
             yield f"step {step}: the gradient of parameter {number} is a {type(gradient).__name__}"
             return
-        local = gradient.to_local()
+        with torch.no_grad():  # with grad it would take a view, which a sparse tensor has none of
+            local = gradient.to_local()
         if local.is_sparse != case.sparse:
             yield f"step {step}: the gradient's layout is {local.layout}"
         yield from _compare(
