@@ -18,6 +18,7 @@ from passes.ops import redistribute
 from passes.ops.renorm import renorm
 from passes.rewrite import embedding, embedding_bag, linear, parameters
 from passes.rewrite.sandwich import Context, Sandwich
+from passes.shapes import check_shapes
 from passes.sites import EMBEDDING, EMBEDDING_BAG, LINEAR, Call, Scope, calls, nested_call_users, scopes
 from passes.traffic import B, shape_of
 
@@ -195,11 +196,27 @@ def shard_graph(
     ]
     for graph_pass in passes:
         graph_pass(graph_module)
+    dims: dict[fx.Node, int] = {}
     for scope in scopes(graph_module, prefix):
         scope.graph_module.graph.lint()
         scope.graph_module.recompile()
+        dims |= _sharded_dims(scope, context)
+    if not context.ragged:  # sizes that travel have no value on fake tensors
+        check_shapes(graph_module, dims, prefix)
     symbol = _batch_symbol(graph_module)
     return [_in_batch(edit, symbol) for graph_pass in passes for edit in graph_pass.edits]
+
+
+def _sharded_dims(scope: Scope, context: Context) -> dict[fx.Node, int]:
+    """For each node that makes a shard, the dimension of its parameter that is sharded."""
+    found = {}
+    for node in scope.graph_module.graph.find_nodes(op="call_function", target=redistribute.local_columns):
+        source = node.args[0]
+        while isinstance(source, fx.Node) and source.target is renorm:
+            source = source.args[0]
+        dim = context.plan.row(scope.parameters[source]).dim
+        found[node] = 0 if dim is None else dim
+    return found
 
 
 def _batch_symbol(graph_module: fx.GraphModule) -> sympy.Symbol | None:

@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard import autoshard, unshard
 from autoshard.capture import Capture, capture
 from autoshard.export import capture_export
-from autoshard.parameters import use_graph
-from autoshard.planner import make_plan
+from autoshard.forwards import use_graph
+from autoshard.planner import gather_facts, make_plan
+from passes.errors import InputError
 from passes.pipeline import normalize
 from passes.sites import find_sites
 from tests.compare import Setting, loss_of, require_equal, tensors, train_both
@@ -36,12 +37,13 @@ def with_graphs(model: nn.Module, ladder: str, case: Model) -> nn.Module:
     """A copy of the model that runs by its captured graphs, in this process, nothing sharded."""
     model = copy.deepcopy(model)
     graphs: dict[int, dict[bool | None, Any]] = {}
-    for region in captured(model, ladder, case).regions:
+    found = captured(model, ladder, case)
+    for region in found.regions:
         normalize(region.graph)
         graphs.setdefault(id(region.module), {})[region.mode] = region.graph
     for module in list(model.modules()):
         if id(module) in graphs:
-            use_graph(module, graphs[id(module)])
+            use_graph(module, graphs[id(module)], found.mode_sensitive if module is model else ())
     return model
 
 
@@ -166,7 +168,8 @@ def test_a_model_that_export_refuses_goes_down_the_ladder_with_a_note() -> None:
 def test_notes_of_the_ladder_stand_in_the_plan() -> None:
     case = MODELS["hooked"]
     model = case.make()
-    plan = make_plan(model, captured(model, "export", case), "colwise", 2)
+    found = captured(model, "export", case)
+    plan = make_plan(model, found, gather_facts(model, found), "colwise", 2)
     assert any("first has hooks" in note for note in plan.notes)
 
 
@@ -249,15 +252,41 @@ def test_a_part_in_evaluation_mode_at_capture_stays_in_it(ladder: str) -> None:
     assert difference(original, model, case.one_batch()) <= 1e-13
 
 
-@pytest.mark.parametrize("ladder", LADDERS)
-def test_a_batch_norm_that_is_frozen_after_capture_is_frozen(ladder: str) -> None:
-    case = MODELS["batch_norm"]
-    original = case.make()
+def in_mixed_modes(original: nn.Module, ladder: str, case: Model, frozen: str) -> tuple[nn.Module, nn.Module]:
+    """The original and its captured copy, put in training after capture, but for one part."""
     model = with_graphs(original, ladder, case)
     for either in (original, model):
         either.train()
-        either.get_submodule("norm").eval()
-    assert difference(original, model, case.one_batch(5, 3)) <= 1e-13
+        either.get_submodule(frozen).eval()
+    return original, model
+
+
+def test_a_traced_batch_norm_may_be_frozen_after_capture() -> None:
+    case = MODELS["batch_norm"]
+    assert difference(*in_mixed_modes(case.make(), "fx", case, "norm"), case.one_batch(5, 3)) <= 1e-13
+
+
+def test_an_exported_batch_norm_that_is_frozen_after_capture_is_an_error() -> None:
+    case = MODELS["batch_norm"]
+    _, model = in_mixed_modes(case.make(), "export", case, "norm")
+    with pytest.raises(
+        InputError, match="norm: it is in evaluation mode, the model in training mode; expected one mode"
+    ):
+        model(*case.one_batch(5, 3))
+
+
+@pytest.mark.parametrize("ladder", LADDERS)
+def test_a_part_that_is_frozen_after_capture_is_never_silently_trained(ladder: str) -> None:
+    """A part of a person's own, which asks for its mode."""
+    torch.manual_seed(1)
+    original = nn.Sequential(Part(), Part()).double()
+    case = Model(lambda: original, MODELS["optional_mask"].split)
+    original, model = in_mixed_modes(original, ladder, case, "0")
+    try:
+        found = difference(original, model, case.one_batch())
+    except InputError:
+        return
+    assert found <= 1e-13
 
 
 @pytest.mark.parametrize("ladder", LADDERS)
@@ -381,7 +410,7 @@ def test_a_part_that_is_a_traced_module_with_a_hook_is_captured_by_itself() -> N
     found = capture(model)
     sites = [(region.path, site.weight) for region in found.regions for site in find_sites(region.graph, region.path)]
     assert {weight for _, weight in sites} == {"0.0.weight", "1.weight"}
-    plan = make_plan(model, found, "colwise", 2)
+    plan = make_plan(model, found, gather_facts(model, found), "colwise", 2)
     assert {row.parameter for row in plan.rows} == {"0.0.weight", "0.0.bias", "1.weight", "1.bias"}
 
 

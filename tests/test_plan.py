@@ -12,20 +12,27 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard import PlanError, PlanRow, ShardingPlan, autoshard, sharding_plan
-from autoshard.capture import capture
+from autoshard.capture import Capture, capture
 from autoshard.export import capture_export
-from autoshard.planner import PlanSpec, make_plan
+from autoshard.planner import PlanSpec, gather_facts, make_plan
 from tests.models import MODELS, layers
 from tests.pool import Pool
 
 LADDERS = ("fx", "export")
 
 
+def plan_of(
+    model: nn.Module, spec: PlanSpec = "colwise", world_size: int = 2, found: Capture | None = None
+) -> ShardingPlan:
+    found = found or capture(model)
+    return make_plan(model, found, gather_facts(model, found), spec, world_size)
+
+
 def plan_for(name: str, spec: PlanSpec = "colwise", world_size: int = 2, ladder: str = "fx") -> ShardingPlan:
     case = MODELS[name]
     model = case.make()
     found = capture(model) if ladder == "fx" else capture_export(model, case.one_batch())
-    return make_plan(model, found, spec, world_size)
+    return plan_of(model, spec, world_size, found)
 
 
 @functools.cache
@@ -107,7 +114,7 @@ class UntracedParent(nn.Module):
 
 def test_a_part_without_layers_is_traced_where_its_parent_cannot_be() -> None:
     model = UntracedParent()
-    plan = make_plan(model, capture(model), "colwise", 2)
+    plan = plan_of(model)
     assert strategies(plan)["part.weight"] == "colwise"
 
 
@@ -196,7 +203,7 @@ class OneDimensional(nn.Module):
 def test_weights_without_a_feature_axis_are_replicated_with_the_reason(ladder: str) -> None:
     model = OneDimensional()
     found = capture(model) if ladder == "fx" else capture_export(model, (torch.randn(3, 5),))
-    plan = make_plan(model, found, "colwise", 2)
+    plan = plan_of(model, found=found)
     assert strategies(plan) == {
         "vector": "replicate",
         "weight": "replicate",
@@ -229,7 +236,7 @@ class SharedBias(nn.Module):
 
 def test_what_shares_a_bias_is_decided_together() -> None:
     model = SharedBias()
-    plan = make_plan(model, capture(model), "colwise", 2)
+    plan = plan_of(model)
     assert strategies(plan) == dict.fromkeys(
         ("table.weight", "first.weight", "first.bias", "second.weight"), "replicate"
     )
@@ -252,7 +259,7 @@ def test_a_weight_inside_of_a_condition_is_not_sharded() -> None:
             return self.last(torch.cond(x.sum() > 0, lambda x: self.one(x), lambda x: self.other(x), (x,)))
 
     model = Conditional()
-    plan = make_plan(model, capture_export(model, (torch.randn(3, 6),)), "colwise", 2)
+    plan = plan_of(model, found=capture_export(model, (torch.randn(3, 6),)))
     assert strategies(plan) == {
         **dict.fromkeys(("one.weight", "one.bias", "other.weight", "other.bias"), "replicate"),
         **dict.fromkeys(("last.weight", "last.bias"), "colwise"),
@@ -276,7 +283,7 @@ def test_notes_name_what_mixes_rows_of_the_batch() -> None:
         "norm (BatchNorm1d) sees each rank's own rows in training, as under DDP"
     ]
     model = nn.SyncBatchNorm.convert_sync_batchnorm(MODELS["batch_norm"].make())
-    assert not any("own rows" in note for note in make_plan(model, capture(model), "colwise", 2).notes)
+    assert not any("own rows" in note for note in plan_of(model).notes)
 
 
 # ---------------------------------------------------------------- what a person asks for
@@ -317,7 +324,7 @@ def test_a_glob_may_name_parameters_that_belong_to_no_layer() -> None:
 
 def test_names_with_brackets_and_case_are_not_taken_for_others() -> None:
     model = nn.ModuleDict({"A": nn.Linear(3, 2), "a": nn.Linear(3, 2)})
-    plan = make_plan(model, capture(model), {"A.*": "colwise"}, 2)
+    plan = plan_of(model, {"A.*": "colwise"})
     assert strategies(plan) == {
         "A.weight": "colwise",
         "A.bias": "colwise",
@@ -390,9 +397,9 @@ def test_a_plan_of_another_world_size_is_followed_over_this_one() -> None:
 @pytest.mark.parametrize(("one", "other"), [("item[id]", "itemi"), ("a*", "ab")])
 def test_a_name_in_a_plan_is_no_glob(one: str, other: str) -> None:
     model = nn.ModuleDict({one: nn.Linear(3, 2), other: nn.Linear(3, 2)})
-    plan = make_plan(model, capture(model), "colwise", 2)
+    plan = plan_of(model)
     rows = tuple(row for row in plan.rows if row.parameter.startswith(f"{one}."))
-    again = make_plan(model, capture(model), dataclasses.replace(plan, rows=rows), 2)
+    again = plan_of(model, dataclasses.replace(plan, rows=rows))
     assert strategies(again) == {
         f"{one}.weight": "colwise",
         f"{one}.bias": "colwise",
@@ -403,7 +410,7 @@ def test_a_name_in_a_plan_is_no_glob(one: str, other: str) -> None:
 
 def test_the_full_name_of_a_parameter_matches_it_whatever_characters_it_has() -> None:
     model = nn.ModuleDict({"item[id]": nn.Linear(3, 2)})
-    plan = make_plan(model, capture(model), {"item[id].weight": "colwise", "*": "colwise"}, 2)
+    plan = plan_of(model, {"item[id].weight": "colwise", "*": "colwise"})
     assert plan.row("item[id].weight").strategy == "colwise"
 
 

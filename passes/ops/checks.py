@@ -108,6 +108,23 @@ def check_ids(ids: Tensor, num_embeddings: int, at: str) -> None:
         )
 
 
+def check_sparse(sparse: bool, at: str) -> None:
+    """Sparse gradients run in eager mode: Dynamo takes every gradient of a custom Function for a dense one.
+
+    Raises:
+        InputError: inside of torch.compile, for a lookup with sparse=True.
+    """
+    if sparse and torch.compiler.is_compiling():
+        raise InputError(
+            describe(
+                at,
+                "a table with sparse gradients is compiled",
+                "sparse=True in eager mode only",
+                "Set sparse=False for a compiled model: the gradient is then dense.",
+            )
+        )
+
+
 def check_offsets(by_rank: list[Tensor], id_counts: list[int], at: str) -> None:
     """Every rank's offsets begin with 0, ascend, and stay within its ids.
 

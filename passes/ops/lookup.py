@@ -42,6 +42,7 @@ def embedding(
         IdRangeError: in eager mode, on all ranks, if an id is not a row of the table.
     """
     checks.check_ids(ids, weight.size(0), at)
+    checks.check_sparse(sparse, at)
     columns = _without_empty(weight, sparse)
     sparse = sparse and columns is weight
     out = F.embedding(ids, columns, padding_idx, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
@@ -77,6 +78,7 @@ def embedding_bag(
         IdRangeError: in eager mode, on all ranks, if an id is not a row of the table.
     """
     checks.check_ids(ids, weight.size(0), at)
+    checks.check_sparse(sparse, at)
     columns = _without_empty(weight, sparse)
     out = F.embedding_bag(
         ids,

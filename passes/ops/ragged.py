@@ -16,7 +16,6 @@ know as splits, but no products of them.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from torch.autograd import Function
 from passes.layout import chunk_sizes
 from passes.ops import checks
 from passes.ops.collectives import all_gather, all_to_all, group_rank
-from passes.ops.redistribute import apply, as_matrix
+from passes.ops.redistribute import apply
 
 
 class _AllGatherRagged(Function):
@@ -55,14 +54,16 @@ class _ReduceScatterRagged(Function):
 
 
 class _ColumnsToRowsRagged(Function):
-    """(N, d) -> (n, D)."""
+    """(N, ..., d) -> (n, ..., D)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: int, counts: list[int], num_columns: int, group: str) -> Tensor:
         ctx.arguments = (x.size(0), counts, num_columns, group)
-        step = chunk_sizes(num_columns, len(counts))[0]
-        received = all_to_all(F.pad(x, (0, step - x.size(1))), [rows] * len(counts), counts, group)
-        return received.view(len(counts), rows, step).transpose(0, 1).flatten(1)[:, :num_columns].contiguous()
+        world = len(counts)
+        padded = F.pad(x, (0, chunk_sizes(num_columns, world)[0] - x.size(-1)))
+        received = all_to_all(padded, [rows] * world, counts, group)
+        by_rank = received.view(world, rows, *padded.shape[1:])
+        return by_rank.movedim(0, -2).flatten(-2)[..., :num_columns].contiguous()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -70,17 +71,16 @@ class _ColumnsToRowsRagged(Function):
 
 
 class _RowsToColumnsRagged(Function):
-    """(n, D) -> (N, d)."""
+    """(n, ..., D) -> (N, ..., d)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, total: int, counts: list[int], num_columns: int, group: str) -> Tensor:
         ctx.arguments = (x.size(0), counts, num_columns, group)
-        world, rows = len(counts), x.size(0)
+        world = len(counts)
         sizes = chunk_sizes(num_columns, world)
-        padded = F.pad(x, (0, world * sizes[0] - num_columns)).view(rows, world, sizes[0])
-        sent = padded.transpose(0, 1).reshape(world * rows, sizes[0])
-        received = all_to_all(sent, counts, [rows] * world, group)
-        return received.narrow(0, 0, total)[:, : sizes[group_rank(group)]].contiguous()
+        by_rank = F.pad(x, (0, world * sizes[0] - num_columns)).unflatten(-1, (world, sizes[0]))
+        received = all_to_all(by_rank.movedim(-2, 0).flatten(0, 1), counts, [x.size(0)] * world, group)
+        return received.narrow(0, 0, total)[..., : sizes[group_rank(group)]].contiguous()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -186,11 +186,8 @@ def rearrange_ragged(
         feature_dims: as in `exchange_counts`.
     """
     shape = like.shape[: like.dim() - feature_dims]
-    inner = math.prod(shape[1:])
-    rows = math.prod(shape)
-    matrix = as_matrix(columns)
-    by_rank = counts[:-1] if inner == 1 else [count * inner for count in counts[:-1]]
-    return apply(_ColumnsToRowsRagged, matrix, rows, by_rank, num_columns, group).view(*shape, num_columns)
+    rows = shape[0] if shape else 1
+    return apply(_ColumnsToRowsRagged, columns, rows, counts[:-1], num_columns, group).view(*shape, num_columns)
 
 
 def rearrange_bags_ragged(
@@ -209,11 +206,7 @@ def rearrange_bags_ragged(
 
 def rows_to_columns_ragged(x: Tensor, counts: list[int], num_columns: int, group: str) -> Tensor:
     """Shard(0) -> Shard(-1): (n, ..., D) -> (N, ..., d), this rank's columns of all ranks' rows."""
-    x = _batched(x, 1)
-    inner = math.prod(x.shape[1:-1])
-    by_rank = counts[:-1] if inner == 1 else [count * inner for count in counts[:-1]]
-    columns = apply(_RowsToColumnsRagged, as_matrix(x), counts[-1] * inner, by_rank, num_columns, group)
-    return columns.view(counts[-1], *x.shape[1:-1], columns.size(1))
+    return apply(_RowsToColumnsRagged, _batched(x, 1), counts[-1], counts[:-1], num_columns, group)
 
 
 def reduce_scatter_ragged(partial: Tensor, like: Tensor, counts: list[int], group: str) -> Tensor:

@@ -176,6 +176,10 @@ class _ScaleGradient(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        if gradient.is_sparse:
+            values = gradient._values() / ctx.divisor
+            scaled = torch.sparse_coo_tensor(gradient._indices(), values, gradient.shape, check_invariants=False)
+            return scaled, None
         return gradient / ctx.divisor, None
 
 
@@ -329,6 +333,8 @@ def replicate_parameter(parameter: Tensor, group: str, reduction: str) -> Tensor
     """
     if not isinstance(parameter, (DTensor, torch.nn.Parameter)):
         return parameter
+    if not isinstance(parameter, DTensor):
+        checks.check_sparse(parameter.requires_grad, "a table with sparse=True")
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if reduction == NONE or not parameter.requires_grad:
         return local

@@ -273,12 +273,8 @@ BY_OPTION: dict[str, tuple[Case, ...]] = {
 }
 
 # The base cases on every mesh, and with replicated inputs on three.
-BY_MESH: dict[tuple[int, ...], tuple[Case, ...]] = {
-    ranks: tuple(case.on(*ranks) for case in BASE) for ranks in MESHES
-}
-REPLICATED = tuple(
-    case.but(replicated=True).on(*ranks) for ranks in ((0, 1), (2, 3, 0, 1), (3, 1)) for case in BASE
-)
+BY_MESH: dict[tuple[int, ...], tuple[Case, ...]] = {ranks: tuple(case.on(*ranks) for case in BASE) for ranks in MESHES}
+REPLICATED = tuple(case.but(replicated=True).on(*ranks) for ranks in ((0, 1), (2, 3, 0, 1), (3, 1)) for case in BASE)
 
 
 def _sparse() -> Iterable[Case]:

@@ -101,9 +101,7 @@ class Oracle:
         table = self.parameters[0]
         if (ids.size(0) if offsets is None else offsets.numel()) == 0:
             return table[:0] + 0
-        return F.embedding_bag(
-            ids, table, offsets, mode=self.case.mode, per_sample_weights=weights, **self._options()
-        )
+        return F.embedding_bag(ids, table, offsets, mode=self.case.mode, per_sample_weights=weights, **self._options())
 
     def _options(self) -> dict[str, object]:
         case = self.case

@@ -7,130 +7,50 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autoshard import autoshard
-from tests.matrix.case import BAG, EMBEDDING, LINEAR, Batch, Case, batches, initial_weights
+from tests.matrix.case import BAG, EMBEDDING, LINEAR, Batch, Case, batches
+from tests.matrix.layers import make_model
 from tests.matrix.oracle import Expected, Oracle, make_optimizer
 
 STEPS = 2
+ARGUMENTS = {EMBEDDING: 1, BAG: 3, LINEAR: 1}
 
 # Largest difference that counts as rounding, relative to the largest number of the tensor.
 TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 1e-5, "float64": 1e-12}
-
-
-class Layers(nn.Module):
-    """One layer, or two linears, and perhaps a view of the output."""
-
-    def __init__(self, case: Case) -> None:
-        super().__init__()
-        self.layer = make_layer(case)
-        linears = case.op == LINEAR and case.then is not None
-        self.then = nn.Linear(case.columns, case.then or 1, case.bias, dtype=case.torch_dtype) if linears else None
-        self.viewed = case.viewed
-
-    def forward(self, *arguments: Any) -> Tensor:
-        out: Tensor = self.layer(*arguments)
-        if self.then is not None:
-            out = self.then(F.gelu(out))
-        return out.view(-1) if self.viewed else out
-
-
-class EmbeddingFunction(nn.Module):
-    """`F.embedding` with a weight of its own."""
-
-    def __init__(self, case: Case) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(case.rows, case.columns, dtype=case.torch_dtype))
-        self.options = lookup_options(case)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self.weight, **self.options)
-
-
-class BagFunction(nn.Module):
-    """`F.embedding_bag` with a weight of its own."""
-
-    def __init__(self, case: Case) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(case.rows, case.columns, dtype=case.torch_dtype))
-        self.options = {
-            **lookup_options(case),
-            "mode": case.mode,
-            "include_last_offset": case.include_last_offset,
-        }
-
-    def forward(self, ids: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
-        return F.embedding_bag(ids, self.weight, offsets, per_sample_weights=weights, **self.options)
-
-
-def lookup_options(case: Case) -> dict[str, Any]:
-    return {
-        "padding_idx": case.padding_idx,
-        "max_norm": case.max_norm,
-        "norm_type": case.norm_type,
-        "scale_grad_by_freq": case.scale_grad_by_freq,
-        "sparse": case.sparse,
-    }
-
-
-def make_layer(case: Case) -> nn.Module:
-    if case.op == LINEAR:
-        return nn.Linear(case.rows, case.columns, case.bias, dtype=case.torch_dtype)
-    if case.functional:
-        return EmbeddingFunction(case) if case.op == EMBEDDING else BagFunction(case)
-    if case.op == EMBEDDING:
-        return nn.Embedding(case.rows, case.columns, **lookup_options(case), dtype=case.torch_dtype)
-    assert case.op == BAG
-    return nn.EmbeddingBag(
-        case.rows,
-        case.columns,
-        mode=case.mode,
-        include_last_offset=case.include_last_offset,
-        **lookup_options(case),
-        dtype=case.torch_dtype,
-    )
-
-
-def make_model(case: Case) -> Layers:
-    """The plain model, with the weights that the oracle starts from."""
-    with torch.device("meta"):
-        model = Layers(case)
-    state = dict(zip([name for name, _ in model.named_parameters()], initial_weights(case), strict=True))
-    model.load_state_dict(state, assign=True)
-    return model
 
 
 def run_cases(mesh: DeviceMesh, cases: list[Case], backend: str | None = None) -> list[str]:
     """Runs every case, compiled with `backend` if there is one.
 
     Returns:
-        What went wrong on this rank: a line per case that failed.
+        What went wrong on this rank: a text per case that failed.
     """
     failures = []
     for number, case in enumerate(cases):
         print(f"{number} of {len(cases)}: {case}", flush=True)  # the pool shows the end of it, should a rank hang
+        comparison = Comparison(case, backend, mesh.get_local_rank())
         try:
-            # All of them: a rank that left at its first would leave the others waiting for it.
-            found = next(iter(list(_differences(mesh, case, backend))), None)
+            _train(mesh, case, backend, comparison)
         except Exception as error:
             frames = traceback.extract_tb(error.__traceback__)[-3:]
             where = ", ".join(f"{frame.filename}:{frame.lineno}" for frame in frames)
-            found = f"{type(error).__name__}: {str(error)[:300]} ({where})"
-        if found is not None:
-            failures.append(f"{case}: {found}")
+            comparison.differences.append(f"{type(error).__name__}: {str(error)[:300]} ({where})")
+        if comparison.differences:
+            # The first is the cause of the others.
+            failures.append(f"{case}: {comparison.differences[0]}")
     return failures
 
 
-def _differences(mesh: DeviceMesh, case: Case, backend: str | None) -> Iterator[str]:
-    """Whatever differs, the cause before its consequences."""
+def _train(mesh: DeviceMesh, case: Case, backend: str | None, comparison: Comparison) -> None:
+    """Goes on after a difference: a rank that left there would leave the others waiting for it."""
     place = mesh.get_local_rank()
     oracle = Oracle(case)
     model = autoshard(
@@ -149,116 +69,124 @@ def _differences(mesh: DeviceMesh, case: Case, backend: str | None) -> Iterator[
         call = torch.compile(model, backend=backend, fullgraph=True)
     for step in range(STEPS):
         made = batches(case, step)
-        start = [_local(parameter).clone() for parameter in parameters]
+        before = [_local(parameter).clone() for parameter in parameters]
         want = oracle.step(made)
-        mine = made[place]
-        leaf = _requiring_gradient(case, mine)
-        arguments = [leaf if argument is mine.weights or case.op == LINEAR else argument for argument in mine.arguments]
-        out = call(*arguments[: {LINEAR: 1, EMBEDDING: 1, BAG: 3}[case.op]])
-        looked_up = torch.cat([batch.input.flatten() for batch in made]).long() if case.op != LINEAR else None
-        yield from _compare_forward(case, step, place, want, out, parameters, start, looked_up)
+        arguments, leaf = _arguments(case, made[place])
+        comparison.moment = f"step {step}"
+        out = call(*arguments[: ARGUMENTS[case.op]])
+        comparison.of_forward(want, out.detach(), parameters)
+        if case.op != LINEAR:
+            comparison.of_rows(made, before, parameters)
         optimizer.zero_grad()
-        out.backward(mine.gradient)
-        yield from _compare_backward(case, step, place, want, parameters, leaf)
+        out.backward(made[place].gradient)
+        comparison.of_backward(want, parameters, leaf)
         optimizer.step()
-        for number, parameter in enumerate(parameters):
-            rounding = case.optimizer == "adam" or case.max_norm is not None or _gradient_rounds(case)
-            whole = want.weights[number]
-            yield from _compare(
-                f"step {step}: weight {number} after the optimizer",
-                _local(parameter),
-                _columns(whole, case, place),
-                case if rounding else None,
-            )
+        comparison.of_step(want, parameters)
 
 
-def _compare_forward(
-    case: Case,
-    step: int,
-    place: int,
-    want: Expected,
-    out: Tensor,
-    parameters: list[nn.Parameter],
-    start: list[Tensor],
-    looked_up: Tensor | None,
-) -> Iterator[str]:
-    rounding = case.max_norm is not None or _gradient_rounds(case)
-    yield from _compare(f"step {step}: output", out.detach(), want.outputs[place], case if rounding else None)
-    out.view(-1)
-    for number, parameter in enumerate(parameters):
-        if not parameter.is_leaf or not isinstance(parameter, DTensor):
-            yield f"step {step}: parameter {number} is no leaf, or no DTensor"
-        placement = Replicate() if case.plan == "replicate" else Shard(_feature_dim(case))
-        if parameter.placements != (placement,):
-            yield f"step {step}: parameter {number} has {parameter.placements}"
-        after = _local(parameter)
-        whole = want.renormed[number]
-        yield from _compare(
-            f"step {step}: weight {number} after the forward",
-            after,
-            _columns(whole, case, place),
-            case if rounding else None,
-        )
-        if looked_up is not None:
-            untouched = torch.ones(case.rows, dtype=torch.bool)
-            untouched[looked_up] = False
-            if case.max_norm is None:
-                untouched[:] = True
-            if not torch.equal(after[untouched], start[number][untouched]):
-                yield f"step {step}: the forward changed rows that were not looked up"
+def _arguments(case: Case, batch: Batch) -> tuple[list[Tensor | None], Tensor | None]:
+    """What the model is called with, and which of it gets a gradient: a leaf with the strides of the batch."""
+    operand = batch.input if case.op == LINEAR else batch.weights
+    leaf = None if operand is None else operand.detach().requires_grad_()
+    return [leaf if argument is operand else argument for argument in batch.arguments], leaf
 
 
-def _compare_backward(
-    case: Case,
-    step: int,
-    place: int,
-    want: Expected,
-    parameters: list[nn.Parameter],
-    leaf: Tensor | None,
-) -> Iterator[str]:
-    for number, parameter in enumerate(parameters):
-        gradient = parameter.grad
-        if not isinstance(gradient, DTensor):
-            yield f"step {step}: the gradient of parameter {number} is a {type(gradient).__name__}"
-            return
-        with torch.no_grad():  # with grad it would take a view, which a sparse tensor has none of
-            local = gradient.to_local()
-        if local.is_sparse != case.sparse:
-            yield f"step {step}: the gradient's layout is {local.layout}"
-        yield from _compare(
-            f"step {step}: gradient {number}",
-            local.to_dense() if local.is_sparse else local,
-            _columns(want.gradients[number], case, place),
-            case if _gradient_rounds(case) else None,
-        )
-    expected = want.input_gradients[place]
-    if leaf is not None and expected is not None:
-        if leaf.grad is None:
-            yield f"step {step}: the input got no gradient"
-            return
-        yield from _compare(f"step {step}: gradient of the input", leaf.grad, expected, case)
+@dataclass
+class Comparison:
+    """The differences between one rank's part of a sharded model and the oracle.
 
-
-def _gradient_rounds(case: Case) -> bool:
-    """Whether the sum that makes a weight's gradient may be in another order than in one process.
-
-    A replicated weight's gradient is added up rank by rank, and torch sorts other ids where there is a tail.
+    Lookups are bit-equal, in eager mode and with aot_eager. Rounding differs where a norm or a dot product is added up
+    over the ranks, and wherever Inductor has chosen the order.
     """
-    return case.op == LINEAR or (case.plan == "replicate" and not case.replicated) or case.tail > 0
 
+    case: Case
+    backend: str | None
+    place: int
+    moment: str = ""
+    differences: list[str] = field(default_factory=list)
 
-def _compare(what: str, got: Tensor, want: Tensor, rounding: Case | None) -> Iterator[str]:
-    """Bit for bit, or with the rounding of a case's dtype."""
-    if got.shape != want.shape or got.dtype != want.dtype:
-        yield f"{what}: {got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}"
-    elif torch.equal(got, want):
-        return
-    elif rounding is None:
-        yield f"{what}: {int((got != want).sum())} of {want.numel()} differ by up to {_largest(got - want):.3e}"
-    else:
-        limit = TOLERANCE[rounding.dtype] * max(_largest(want), 1e-30)
-        if not _largest(got.double() - want.double()) <= limit:
-            yield f"{what}: differs by {_largest(got.double() - want.double()):.3e}, more than {limit:.3e}"
+    @property
+    def _gradients_round(self) -> bool:
+        """A whole weight's gradient is added up rank by rank, and torch sorts more ids where there is a tail."""
+        case = self.case
+        whole = case.plan == "replicate" and not case.replicated
+        return case.op == LINEAR or whole or case.tail > 0 or self.backend == "inductor"
+
+    @property
+    def _weights_round(self) -> bool:
+        return self._gradients_round or self.case.max_norm is not None
+
+    def of_forward(self, want: Expected, out: Tensor, parameters: list[nn.Parameter]) -> None:
+        """The output, which must be contiguous, and the weights, which max_norm may have changed."""
+        self._tensors("output", out, want.outputs[self.place], self._weights_round)
+        if not out.is_contiguous():
+            self._note(f"the output has strides {out.stride()}")
+        for number, parameter in enumerate(parameters):
+            placement = Replicate() if self.case.plan == "replicate" else Shard(self._feature_dim)
+            if not isinstance(parameter, DTensor) or not parameter.is_leaf or parameter.placements != (placement,):
+                self._note(f"parameter {number} is no leaf that is a DTensor of {placement}")
+            what = f"weight {number} after the forward"
+            self._tensors(what, _local(parameter), self._columns(want.renormed[number]), self._weights_round)
+
+    def of_rows(self, made: list[Batch], before: list[Tensor], parameters: list[nn.Parameter]) -> None:
+        """Rows that no id has looked up are what they were, to the last bit."""
+        untouched = torch.ones(self.case.rows, dtype=torch.bool)
+        if self.case.max_norm is not None:
+            untouched[torch.cat([batch.input.flatten() for batch in made]).long()] = False
+        if not torch.equal(_local(parameters[0])[untouched], before[0][untouched]):
+            self._note("the forward changed rows that were not looked up")
+
+    def of_backward(self, want: Expected, parameters: list[nn.Parameter], leaf: Tensor | None) -> None:
+        """Every gradient."""
+        for number, parameter in enumerate(parameters):
+            gradient = parameter.grad
+            if not isinstance(gradient, DTensor):
+                self._note(f"the gradient of parameter {number} is a {type(gradient).__name__}")
+                continue
+            with torch.no_grad():  # with grad it would take a view, which a sparse tensor has none of
+                local = gradient.to_local()
+            if local.is_sparse != self.case.sparse:
+                self._note(f"the layout of gradient {number} is {local.layout}")
+            dense = local.to_dense() if local.is_sparse else local
+            whole = want.gradients[number]
+            self._tensors(f"gradient {number}", dense, self._columns(whole), self._gradients_round)
+        expected = want.input_gradients[self.place]
+        if leaf is not None and expected is not None:
+            if leaf.grad is None:
+                self._note("the input got no gradient")
+            else:
+                self._tensors("gradient of the input", leaf.grad, expected, True)
+
+    def of_step(self, want: Expected, parameters: list[nn.Parameter]) -> None:
+        """The weights after the optimizer."""
+        rounding = self._weights_round or self.case.optimizer == "adam"
+        for number, parameter in enumerate(parameters):
+            what = f"weight {number} after the optimizer"
+            self._tensors(what, _local(parameter), self._columns(want.weights[number]), rounding)
+
+    @property
+    def _feature_dim(self) -> int:
+        return 0 if self.case.op == LINEAR else 1
+
+    def _columns(self, whole: Tensor) -> Tensor:
+        """What this rank holds of a parameter."""
+        if self.case.plan == "replicate":
+            return whole
+        pieces = whole.chunk(self.case.world, self._feature_dim)
+        return pieces[self.place] if self.place < len(pieces) else whole.narrow(self._feature_dim, 0, 0)
+
+    def _tensors(self, what: str, got: Tensor, want: Tensor, rounding: bool) -> None:
+        if got.shape != want.shape or got.dtype != want.dtype:
+            self._note(f"{what} is {got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}")
+        elif not torch.equal(got, want):
+            limit = TOLERANCE[self.case.dtype] * max(_largest(want), 1e-30) if rounding else 0.0
+            largest = _largest(got.double() - want.double())
+            if not largest <= limit:
+                some = f"{int((got != want).sum())} of {want.numel()}"
+                self._note(f"{what}: {some} differ, by up to {largest:.3e}; allowed is {limit:.3e}")
+
+    def _note(self, difference: str) -> None:
+        self.differences.append(f"{self.moment}: {difference}")
 
 
 def _largest(x: Tensor) -> float:
@@ -266,28 +194,7 @@ def _largest(x: Tensor) -> float:
     return math.nan if x.isnan().any() else float(x.abs().max()) if x.numel() else 0.0
 
 
-def _columns(whole: Tensor, case: Case, place: int) -> Tensor:
-    """What a rank holds of a parameter."""
-    if case.plan == "replicate":
-        return whole
-    pieces = whole.chunk(case.world, _feature_dim(case))
-    return pieces[place] if place < len(pieces) else whole.narrow(_feature_dim(case), 0, 0)
-
-
-def _feature_dim(case: Case) -> int:
-    return 0 if case.op == LINEAR else 1
-
-
 def _local(parameter: nn.Parameter) -> Tensor:
     assert isinstance(parameter, DTensor)
     local: Tensor = parameter.detach().to_local()
     return local
-
-
-def _requiring_gradient(case: Case, batch: Batch) -> Tensor | None:
-    """The operand of this rank that gets a gradient: a leaf with the strides of the batch."""
-    operand = batch.input if case.op == LINEAR else batch.weights
-    if operand is None:
-        return None
-    leaf = operand.detach()
-    return leaf.requires_grad_()

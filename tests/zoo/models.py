@@ -49,6 +49,11 @@ def counts_and_categories() -> list[Any]:
     return [*categories, *(inputs.DenseFeat(f"I{i}", 1) for i in range(COUNTS))]
 
 
+def categories_and_genres() -> list[Any]:
+    """`with_genres` without the counts, which AFM and CCPM do not take."""
+    return [column for column in with_genres() if not isinstance(column, _deepctr().inputs.DenseFeat)]
+
+
 def with_genres() -> list[Any]:
     """The same and what a MovieLens log has besides: a list of ids whose length varies, 0 where it has ended."""
     inputs = _deepctr().inputs
@@ -68,9 +73,16 @@ def with_history() -> list[Any]:
     ]
 
 
+def _categories() -> list[Tensor]:
+    return [torch.randint(size, (ROWS, 1)) for size in VOCABULARIES]
+
+
 def _counts_and_categories_batch() -> list[Tensor]:
-    categories = [torch.randint(size, (ROWS, 1)) for size in VOCABULARIES]
-    return [*categories, torch.rand(ROWS, COUNTS)]
+    return [*_categories(), torch.rand(ROWS, COUNTS)]
+
+
+def _genres() -> Tensor:
+    return _ended(torch.randint(1, GENRES, (ROWS, MAX_GENRES)), torch.randint(1, MAX_GENRES + 1, (ROWS, 1)))
 
 
 def _ended(ids: Tensor, lengths: Tensor) -> Tensor:
@@ -83,11 +95,16 @@ def counts_and_categories_batch(seed: int) -> Tensor:
     return torch.cat(_counts_and_categories_batch(), 1)
 
 
+def categories_and_genres_batch(seed: int) -> Tensor:
+    """X of `categories_and_genres`."""
+    torch.manual_seed(seed)
+    return torch.cat([*_categories(), _genres()], 1).float()
+
+
 def with_genres_batch(seed: int) -> Tensor:
     """X of `with_genres`."""
     torch.manual_seed(seed)
-    genres = _ended(torch.randint(1, GENRES, (ROWS, MAX_GENRES)), torch.randint(1, MAX_GENRES + 1, (ROWS, 1)))
-    return torch.cat([*_counts_and_categories_batch(), genres], 1)
+    return torch.cat([*_counts_and_categories_batch(), _genres()], 1)
 
 
 def with_history_batch(seed: int) -> Tensor:
@@ -121,7 +138,7 @@ def xdeepfm() -> nn.Module:
 
 
 def afm() -> nn.Module:
-    columns = with_genres()
+    columns = categories_and_genres()
     return _deepctr().models.AFM(columns, columns, attention_factor=5, init_std=INIT_STD)
 
 
@@ -136,7 +153,7 @@ def autoint() -> nn.Module:
 
 
 def ccpm() -> nn.Module:
-    columns = with_genres()
+    columns = categories_and_genres()
     return _deepctr().models.CCPM(columns, columns, dnn_hidden_units=(10,), init_std=INIT_STD)
 
 
@@ -308,3 +325,6 @@ def _without_dropout(model: nn.Module) -> nn.Module:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     return model
+
+
+OF_TRANSFORMERS = (bert, bert_without_dropout, gpt2, gpt2_without_dropout, llama, t5)
