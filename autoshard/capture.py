@@ -99,7 +99,7 @@ def layer_regions(model: nn.Module, done: set[int], kept: dict[str, str]) -> Ite
 
 
 def _descend(module: nn.Module, path: str, regions: list[Region], kept: dict[str, str], seen: set[int]) -> None:
-    if id(module) in seen or not any(isinstance(m, _LAYERS) for m in module.modules()):
+    if id(module) in seen or next(module.parameters(), None) is None:
         return
     seen.add(id(module))
     inner: list[str] = []

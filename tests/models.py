@@ -255,7 +255,7 @@ class TiedTables(nn.Module):
 
 
 class TiedHead(nn.Module):
-    """A table and a linear with one weight: the table would be sharded along dim 1, the linear along dim 0."""
+    """A table and a linear with one weight (V, D): what is the table's feature axis is the linear's input axis."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -686,7 +686,7 @@ MODELS: dict[str, Model] = {
     "dataclass": Model(DataclassModel, in_equal_parts(lambda rows, seed: (Batch(*_batch(rows, seed)),))),
     "shared_submodule": Model(SharedSubmodule, _x),
     "tied_tables": Model(TiedTables, _ids),
-    "tied_head": Model(TiedHead, _ids, replicated=frozenset({"tokens.weight", "head.bias"})),
+    "tied_head": Model(TiedHead, _ids, replicated=frozenset({"head.bias"})),
     "optional_mask": Model(OptionalMask, _x, whole=False),
     "mode_branch": Model(ModeBranch, _x, whole=False, modes=True),
     "non_tensor_arguments": Model(

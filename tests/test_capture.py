@@ -16,7 +16,7 @@ from autoshard import autoshard, unshard
 from autoshard.capture import Capture, capture
 from autoshard.export import capture_export
 from autoshard.forwards import use_graph
-from autoshard.planner import gather_facts, make_plan
+from autoshard.planner import make_plan
 from passes.errors import InputError
 from passes.pipeline import normalize
 from passes.sites import find_sites
@@ -169,7 +169,7 @@ def test_notes_of_the_ladder_stand_in_the_plan() -> None:
     case = MODELS["hooked"]
     model = case.make()
     found = captured(model, "export", case)
-    plan = make_plan(model, found, gather_facts(model, found), "colwise", 2)
+    plan = make_plan(model, found, "colwise", 2)
     assert any("first has hooks" in note for note in plan.notes)
 
 
@@ -410,7 +410,7 @@ def test_a_part_that_is_a_traced_module_with_a_hook_is_captured_by_itself() -> N
     found = capture(model)
     sites = [(region.path, site.weight) for region in found.regions for site in find_sites(region.graph, region.path)]
     assert {weight for _, weight in sites} == {"0.0.weight", "1.weight"}
-    plan = make_plan(model, found, gather_facts(model, found), "colwise", 2)
+    plan = make_plan(model, found, "colwise", 2)
     assert {row.parameter for row in plan.rows} == {"0.0.weight", "0.0.bias", "1.weight", "1.bias"}
 
 

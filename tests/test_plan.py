@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard import PlanError, PlanRow, ShardingPlan, autoshard, sharding_plan
 from autoshard.capture import Capture, capture
 from autoshard.export import capture_export
-from autoshard.planner import PlanSpec, gather_facts, make_plan
+from autoshard.planner import PlanSpec, make_plan
 from tests.models import MODELS, layers
 from tests.pool import Pool
 
@@ -24,8 +24,7 @@ LADDERS = ("fx", "export")
 def plan_of(
     model: nn.Module, spec: PlanSpec = "colwise", world_size: int = 2, found: Capture | None = None
 ) -> ShardingPlan:
-    found = found or capture(model)
-    return make_plan(model, found, gather_facts(model, found), spec, world_size)
+    return make_plan(model, found or capture(model), spec, world_size)
 
 
 def plan_for(name: str, spec: PlanSpec = "colwise", world_size: int = 2, ladder: str = "fx") -> ShardingPlan:
@@ -69,11 +68,11 @@ def test_colwise_shards_what_has_a_feature_axis(name: str, ladder: str) -> None:
     if MODELS[name].whole or ladder == "fx":
         assert replicated == MODELS[name].replicated
     model = MODELS[name].make()
-    tables = (nn.Embedding, nn.EmbeddingBag)
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
     for path, layer in layers(model).items():
         for key, parameter in layer.named_parameters():
             row = plan.row(f"{path}.{key}")
-            assert row.dim == (None if row.strategy == "replicate" else 1 if isinstance(layer, tables) else 0)
+            assert row.dim == (None if row.strategy == "replicate" else 1 if id(parameter) in tables else 0)
             assert row.shape == tuple(parameter.shape)
             assert row.dtype == "float64"
 
@@ -151,9 +150,8 @@ def test_a_reason_names_the_part_of_the_plan_that_it_follows() -> None:
 @pytest.mark.parametrize(
     ("name", "ladder", "parameter", "reason"),
     [
-        ("tied_head", "fx", "tokens.weight", "tied"),
-        ("tied_head", "export", "tokens.weight", "tied"),
-        ("tied_head", "fx", "head.bias", "as tokens.weight"),
+        ("tied_head", "fx", "head.bias", "tied to a table"),
+        ("tied_head", "export", "head.bias", "tied to a table"),
         ("child_reader", "fx", "tokens.weight", "also used by"),
         ("child_reader", "export", "tokens.weight", "also used by"),
         ("indexed", "fx", "table.weight", "also used by getitem"),
@@ -217,7 +215,7 @@ def test_weights_without_a_feature_axis_are_replicated_with_the_reason(ladder: s
 
 
 class SharedBias(nn.Module):
-    """One bias of two linears, one of which is tied to a table."""
+    """One bias of three linears, one of which is tied to a table."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,14 +233,26 @@ class SharedBias(nn.Module):
 
 
 def test_what_shares_a_bias_is_decided_together() -> None:
-    model = SharedBias()
-    plan = plan_of(model)
-    assert strategies(plan) == dict.fromkeys(
-        ("table.weight", "first.weight", "first.bias", "second.weight"), "replicate"
-    )
+    """The tied linear keeps the bias whole, and so the others' weights; it does not need its own weight whole."""
+    plan = plan_of(SharedBias())
+    assert strategies(plan) == {
+        "table.weight": "colwise",
+        "first.weight": "replicate",
+        "first.bias": "replicate",
+        "second.weight": "replicate",
+    }
     assert plan.row("second.weight").reason == "as first.bias, which it is used with"
     assert plan.row("third.weight") is plan.row("table.weight")
+    assert plan.row("table.weight").dim == 1
     assert set(plan.row("first.bias").aliases) == {"second.bias", "third.bias"}
+
+
+@pytest.mark.parametrize("ladder", LADDERS)
+def test_a_table_that_is_tied_to_a_linear_keeps_its_own_feature_axis(ladder: str) -> None:
+    row = colwise("tied_head", ladder).row("head.weight")
+    assert (row.parameter, row.strategy, row.dim) == ("tokens.weight", "colwise", 1)
+    assert set(row.sites) == {"embedding tokens", "linear head"}
+    assert "tied: the linear takes its input columns" in row.reason
 
 
 def test_a_weight_inside_of_a_condition_is_not_sharded() -> None:
@@ -313,9 +323,9 @@ def test_a_glob_may_use_any_name_of_a_tied_parameter() -> None:
 
 
 def test_a_glob_with_a_wildcard_may_cover_what_cannot_be_sharded() -> None:
-    plan = plan_for("tied_head", {"*": "colwise"})
+    plan = plan_for("child_reader", {"*": "colwise"})
     assert strategies(plan)["tokens.weight"] == "replicate"
-    assert "tied" in plan.row("tokens.weight").reason
+    assert "also used by" in plan.row("tokens.weight").reason
 
 
 def test_a_glob_may_name_parameters_that_belong_to_no_layer() -> None:
@@ -353,8 +363,7 @@ def test_a_plan_that_cannot_be_followed_is_an_error(spec: PlanSpec, parts: list[
 @pytest.mark.parametrize(
     ("name", "parameter", "reason"),
     [
-        ("tied_head", "tokens.weight", "tied"),
-        ("tied_head", "head.weight", "tied"),
+        ("tied_head", "head.bias", "tied to a table"),
         ("parameters", "shift", "no traced layer uses it"),
         ("child_reader", "tokens.weight", "also used by"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -27,7 +28,7 @@ class Case:
         replicated: all ranks get one batch (input placement Replicate()), not each its own (Shard(0)).
         plan: "colwise", or "replicate" to shard nothing.
         gradients: "sum" or "mean" over the ranks.
-        optimizer: "sgd" or "adam".
+        optimizer: "sgd", "adam", "sparse_adam" or "adagrad".
         dtype: of the weights, named as in torch.
         then: a second linear with that many out features follows, gelu between them; None for no second.
         bias: of a linear.
@@ -148,7 +149,7 @@ def initial_weights(case: Case) -> list[Tensor]:
     if case.op == LINEAR:
         found = []
         sizes = [case.rows, case.columns] + ([case.then] if case.then is not None else [])
-        for inputs, outputs in zip(sizes, sizes[1:], strict=False):
+        for inputs, outputs in itertools.pairwise(sizes):
             found.append(torch.randn(outputs, inputs, generator=draw))
             if case.bias:
                 found.append(torch.randn(outputs, generator=draw))

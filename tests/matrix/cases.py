@@ -260,23 +260,6 @@ def _large_ids() -> Iterable[Case]:
             yield Case(BAG, (30, 4), dtype=dtype, **small).on(*ranks)
 
 
-BY_OPTION: dict[str, tuple[Case, ...]] = {
-    "few columns": tuple(_few_columns()),
-    "dtypes": tuple(_dtypes()),
-    "norms": tuple(_norms()),
-    "frequencies": tuple(_frequencies()),
-    "gradients and optimizers": tuple(_gradients_and_optimizers()),
-    "inputs": tuple(_inputs()),
-    "bags": tuple(_bags()),
-    "whole parameters": tuple(_whole_parameters()),
-    "large ids": tuple(_large_ids()),
-}
-
-# The base cases on every mesh, and with replicated inputs on three.
-BY_MESH: dict[tuple[int, ...], tuple[Case, ...]] = {ranks: tuple(case.on(*ranks) for case in BASE) for ranks in MESHES}
-REPLICATED = tuple(case.but(replicated=True).on(*ranks) for ranks in ((0, 1), (2, 3, 0, 1), (3, 1)) for case in BASE)
-
-
 def _sparse() -> Iterable[Case]:
     for kind in _LOOKUPS:
         if kind.mode != "max":
@@ -290,7 +273,12 @@ def _sparse() -> Iterable[Case]:
             yield case.but(dtype="bfloat16")
             yield case.but(dtype="float64")
             yield case.but(functional=True)
+            yield case.but(plan="replicate")
+            yield case.but(optimizer="sparse_adam", columns=9).on(0, 1, 2)
+            yield case.but(optimizer="adagrad", columns=5).on(0, 1, 2, 3)
     yield Case(EMBEDDING, (5, 4), 17, 12, sparse=True, max_norm=2.0)
+    yield Case(EMBEDDING, (5, 4), 17, 12, sparse=True, sizes=(3, 0, 2)).on(0, 1, 2)
+    yield Case(BAG, (9,), 17, 12, sparse=True, sizes=(9, 4), bag_counts=(1, 6))
     yield Case(EMBEDDING, (0,), 17, 12, sparse=True)
     yield Case(EMBEDDING, (), 17, 12, sparse=True)
 
@@ -335,20 +323,36 @@ def _whole_tables() -> Iterable[Case]:
             yield base.but(plan="replicate", gradients="mean", **options).on(2, 0, 1)
 
 
-SPARSE = tuple(_sparse())
-RAGGED = tuple(_ragged())
-WHOLE_TABLES = tuple(_whole_tables())
+BY_OPTION: dict[str, tuple[Case, ...]] = {
+    "few columns": tuple(_few_columns()),
+    "dtypes": tuple(_dtypes()),
+    "norms": tuple(_norms()),
+    "frequencies": tuple(_frequencies()),
+    "gradients and optimizers": tuple(_gradients_and_optimizers()),
+    "inputs": tuple(_inputs()),
+    "bags": tuple(_bags()),
+    "whole parameters": tuple(_whole_parameters()),
+    "large ids": tuple(_large_ids()),
+    "sparse": tuple(_sparse()),
+    "whole tables": tuple(_whole_tables()),
+    "ragged": tuple(_ragged()),
+}
+
+# The base cases on every mesh, and with replicated inputs on three.
+BY_MESH: dict[tuple[int, ...], tuple[Case, ...]] = {ranks: tuple(case.on(*ranks) for case in BASE) for ranks in MESHES}
+REPLICATED = tuple(case.but(replicated=True).on(*ranks) for ranks in ((0, 1), (2, 3, 0, 1), (3, 1)) for case in BASE)
 
 
 def _compiled() -> Iterable[Case]:
     """Every kind on two ranks, and what a compiler could lose: writes in place, views, an order, uneven columns."""
     yield from (case for case in BY_MESH[0, 1] if len(case.shape) < 4)
     yield from [case for case in REPLICATED if case.ranks == (3, 1)][::3]
-    strides = {"norms": 5, "inputs": 5, "bags": 6, "dtypes": 9, "frequencies": 5, "gradients and optimizers": 7}
+    strides = {"norms": 7, "inputs": 6, "bags": 6, "dtypes": 9, "frequencies": 6, "gradients and optimizers": 7}
     for option, stride in strides.items():
         yield from [case for case in BY_OPTION[option] if case.world == 2][::stride]
     yield from [case for case in BY_OPTION["few columns"] if case.columns in (1, 5)][::4]
     yield from BY_OPTION["whole parameters"][::7]
+    yield from [case for case in BY_OPTION["ragged"] if case.world == 2][::8]
 
 
 def _inductor() -> Iterable[Case]:
@@ -362,6 +366,9 @@ def _inductor() -> Iterable[Case]:
     yield KINDS[3].but(padding_idx=3, viewed=True, ids_dtype="int32")
     yield KINDS[2].but(dtype="bfloat16", strided=True)
     yield KINDS[0].but(scale_grad_by_freq=True, padding_idx=2)
+    yield KINDS[0].but(shape=(1, 4), sizes=(3, 5))
+    yield KINDS[5].but(sizes=(9, 4), bag_counts=(1, 6))
+    yield KINDS[7].but(sizes=(0, 6))
 
 
 COMPILED = tuple(_compiled())

@@ -119,8 +119,14 @@ def make_optimizer(case: Case, parameters: list[torch.nn.Parameter]) -> torch.op
 
     A learning rate that is a power of two makes SGD's step one rounding, whether or not the kernel fuses it.
     """
-    if case.optimizer == "adam":
-        return torch.optim.Adam(parameters, lr=0.125, eps=0.125)
+    match case.optimizer:
+        case "adam":
+            return torch.optim.Adam(parameters, lr=0.125, eps=0.125)
+        case "sparse_adam":
+            return torch.optim.SparseAdam(parameters, lr=0.125, eps=0.125)
+        case "adagrad":
+            return torch.optim.Adagrad(parameters, lr=0.125, eps=0.125)
+    assert case.optimizer == "sgd"
     return torch.optim.SGD(parameters, lr=0.125)
 
 

@@ -1,0 +1,124 @@
+"""python -m autoshard plan | diff | verify TARGET --world-size N
+
+TARGET is `file.py:function` or `package.module:function`; the function returns (model, example_inputs). `plan` and
+`diff` need
+one process and no network: they use torch's fake process group.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from autoshard.api import Prepared, Settings, prepare
+from autoshard.verify import verify
+from passes.errors import AutoshardError, describe
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status: 0, or 1 with the error on stderr."""
+    options = _parser().parse_args(arguments)
+    try:
+        print(options.command(options))
+    except AutoshardError as error:
+        print(f"autoshard: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m autoshard", description="Look at a sharded model from one process."
+    )
+    commands = parser.add_subparsers(required=True)
+    for name, command, text in (
+        ("plan", _plan, "print what would be done with each parameter, and why"),
+        ("diff", _diff, "print what would change in the graphs, and the bytes it moves"),
+        ("verify", _verify, "run original and sharded model side by side, and compare"),
+    ):
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.add_argument(
+            "target", help="file.py:function or package.module:function, returning (model, example_inputs)"
+        )
+        sub.add_argument("--world-size", type=int, default=2, help="number of ranks (default: 2)")
+        sub.add_argument(
+            "--replicated", action="store_true", help="all ranks get the same batch, rather than each its own"
+        )
+        sub.set_defaults(command=command)
+    return parser
+
+
+def _plan(options: argparse.Namespace) -> object:
+    return _prepared(options).plan
+
+
+def _diff(options: argparse.Namespace) -> object:
+    diff = _prepared(options).diff
+    return f"{diff}\n{diff.summary()}"
+
+
+def _verify(options: argparse.Namespace) -> object:
+    model, batch = (functools.partial(_build, options.target, part) for part in (0, 1))
+    return verify(model, batch, options.world_size, input_placement=_placement(options))
+
+
+def _prepared(options: argparse.Namespace) -> Prepared:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    model, example_inputs = load(options.target)()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=options.world_size)
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        settings = Settings(group.group_name, options.world_size, _placement(options), "mean", ragged=False)
+        return prepare(model, "auto", example_inputs, settings)
+    finally:
+        dist.destroy_process_group()
+
+
+def _placement(options: argparse.Namespace) -> Placement:
+    return Replicate() if options.replicated else Shard(0)
+
+
+def _build(target: str, part: int) -> Any:
+    made = load(target)()[part]
+    return made if part == 0 or isinstance(made, tuple) else (made,)
+
+
+def load(target: str) -> Callable[[], tuple[nn.Module, Any]]:
+    """The function that a TARGET names.
+
+    Raises:
+        AutoshardError: if there is no such function.
+    """
+    place, _, name = target.rpartition(":")
+    try:
+        if place.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+            assert spec is not None and spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules.setdefault(spec.name, module)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(place)
+        function: Callable[[], tuple[nn.Module, Any]] = getattr(module, name)
+        return function
+    except (ImportError, OSError, AttributeError, ValueError) as error:
+        raise AutoshardError(
+            describe(
+                f"TARGET {target!r}",
+                f"it cannot be loaded ({error})",
+                "file.py:function or package.module:function",
+                "Name a function that returns (model, example_inputs).",
+            )
+        ) from error

@@ -1,0 +1,98 @@
+"""The matrix of cases against one process: forward, backward and two optimizer steps each.
+
+A request to the pool takes many cases, as one by one the requests themselves would take most of the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import pytest
+
+from tests.matrix import cases
+from tests.matrix.case import Case
+from tests.matrix.run import run_cases
+from tests.pool import Pool
+
+PER_REQUEST = 84
+TIMEOUT = 240.0
+
+# Meshes on which a third of the base cases is enough for `make test`, a different third on each.
+THIRDS = ((1, 0), (2, 0, 1), (3, 0, 1, 2), (3, 2, 1, 0), (3, 1))
+
+
+def by_mesh(chosen: Iterable[Case]) -> Iterator[tuple[Case, ...]]:
+    """The cases in groups that fit a request: of one mesh, and not too many."""
+    meshes: dict[tuple[int, ...], list[Case]] = {}
+    for case in chosen:
+        meshes.setdefault(case.ranks, []).append(case)
+    for found in meshes.values():
+        for start in range(0, len(found), PER_REQUEST):
+            yield tuple(found[start : start + PER_REQUEST])
+
+
+def base_cases() -> Iterator[tuple[str, Case]]:
+    for number, (ranks, found) in enumerate(cases.BY_MESH.items()):
+        for place, case in enumerate(found):
+            slow = ranks in THIRDS and place % 3 != number % 3
+            yield ("slow" if slow else "base"), case
+
+
+def options() -> Iterator[tuple[str, Case]]:
+    yield from (("replicated inputs", case) for case in cases.REPLICATED)
+    for option, found in cases.BY_OPTION.items():
+        yield from ((option, case) for case in found)
+
+
+def requests(named: Iterable[tuple[str, Case]]) -> list[object]:
+    """A parameter per request, named after what its cases have in common."""
+    groups: dict[str, list[Case]] = {}
+    for name, case in named:
+        groups.setdefault(name, []).append(case)
+    found = []
+    for name, members in groups.items():
+        for number, request in enumerate(by_mesh(members)):
+            ranks = "".join(map(str, request[0].ranks))
+            marks = [pytest.mark.slow] if name == "slow" else []
+            found.append(pytest.param(request, id=f"{name} on {ranks} #{number}", marks=marks))
+    return found
+
+
+EAGER = requests([*base_cases(), *options()])
+
+
+def check(pool: Pool, count: dict[str, int], request: tuple[Case, ...], backend: str | None = None) -> None:
+    """Runs one request and shows every case that failed, with the ranks that saw it fail."""
+    results = pool.run(
+        run_cases, list(request), backend, ranks=request[0].ranks, timeout=TIMEOUT, fresh_dynamo=backend is not None
+    )
+    kind = backend or "eager"
+    count[kind] = count.get(kind, 0) + len(request)
+    failures = [f"rank {place} of the mesh: {text}" for place, found in enumerate(results) for text in found]
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("request_cases", EAGER)
+def test_sharded_equals_one_process(pool: Pool, matrix_count: dict[str, int], request_cases: tuple[Case, ...]) -> None:
+    check(pool, matrix_count, request_cases)
+
+
+@pytest.mark.parametrize("request_cases", requests(("compiled", case) for case in cases.COMPILED))
+def test_one_compiled_graph_equals_one_process(
+    pool: Pool, matrix_count: dict[str, int], request_cases: tuple[Case, ...]
+) -> None:
+    check(pool, matrix_count, request_cases, "aot_eager")
+
+
+@pytest.mark.parametrize("request_cases", requests(("inductor", case) for case in cases.INDUCTOR))
+def test_inductor_equals_one_process(pool: Pool, matrix_count: dict[str, int], request_cases: tuple[Case, ...]) -> None:
+    check(pool, matrix_count, request_cases, "inductor")
+
+
+def test_matrix_is_as_large_as_promised() -> None:
+    everything = [case for _, case in [*base_cases(), *options()]]
+    quick = [case for name, case in [*base_cases(), *options()] if name != "slow"]
+    assert len(set(everything)) == len(everything)
+    assert len(quick) >= 1500
+    assert len(cases.COMPILED) >= 150
+    assert len(cases.INDUCTOR) >= 20
