@@ -161,6 +161,7 @@ def _install(model: nn.Module, prepared: Prepared, mesh: DeviceMesh, settings: S
             forwards.use_graph(module, graphs[id(module)], prepared.capture.mode_sensitive if module is model else ())
         elif any(p is not None for p in module._parameters.values()):
             forwards.use_local_parameters(module, settings.group, settings.reduction)
+    forwards.share_reads(model)
 
 
 def sharding_plan(sharded: nn.Module) -> ShardingPlan:

@@ -6,6 +6,10 @@ Who reads a parameter gets what it can use:
     a module's own forward     a plain tensor, whose gradient is reduced over the ranks (`replicate_parameter`)
     everybody else             the DTensor: optimizers, state_dict, checkpoints, initialisation
 
+Within one call of the model's forward, a module's own code gets the same plain tensor however often it reads a
+parameter (`SharedReads`): its gradient is reduced once. A recurrent cell costs one all_reduce, not one per step, and
+ranks whose loops are not equally long take part in equally many.
+
 The second row works through a twin: an object that shares the module's `__dict__`, of a class in which each parameter
 is a property. The module's forward runs with the twin as its `self`. What it writes, it writes into the module.
 
@@ -15,13 +19,15 @@ data, so that the module can be copied and pickled.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import linecache
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol, cast
 
+import torch
 from torch import Tensor, fx, nn
 from torch.fx.graph_module import _format_import_block
 from torch.package.importer import sys_importer
@@ -32,6 +38,7 @@ from passes.ops.redistribute import replicate_parameter
 _TWIN = "_autoshard_twin"
 _RECIPE = "_autoshard_recipe"
 _ORIGINAL = "_autoshard_original"
+_READS = "_autoshard_reads"
 _SPECS = ("_in_spec", "_out_spec")
 _numbers = itertools.count()
 
@@ -67,6 +74,8 @@ class GraphForward:
         sources: dict[bool | None, str] = {}
         attributes: dict[str, Any] = {}
         for mode, graph_module in graphs.items():
+            for node in graph_module.graph.nodes:
+                node.type = None  # annotations: the code needs none, and some are names of the model's own file
             code = graph_module.graph.python_code("self")
             sources[mode] = f"{_format_import_block(code.globals, sys_importer)}\n{code.src}"
             attributes |= {name: vars(graph_module)[name] for name in _SPECS if name in vars(graph_module)}
@@ -128,6 +137,71 @@ class LocalForAll:
         """None: the module itself has the properties."""
 
 
+@dataclasses.dataclass(frozen=True)
+class ModelForward:
+    """The forward of the whole model, which is that of `inner` or its own; reads within it are shared."""
+
+    inner: Recipe | None
+
+    def namespace(self, original: type[nn.Module]) -> dict[str, Any]:
+        """The forward within a scope of shared reads."""
+        defined = {} if self.inner is None else self.inner.namespace(original)
+        run = defined.get("forward", original.forward)
+
+        @functools.wraps(original.forward)
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            with self.__dict__[_READS].scope():
+                return run(self, *args, **kwargs)
+
+        return {**defined, "forward": forward}
+
+    def twin_namespace(self) -> dict[str, Any] | None:
+        """That of `inner`."""
+        return None if self.inner is None else self.inner.twin_namespace()
+
+
+class SharedReads:
+    """The plain tensors of replicated parameters, made once per call of the model's forward."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, bool], Tensor] | None = None
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Reads in here are shared; a scope in a scope is the outer one."""
+        if self._made is not None or torch.compiler.is_compiling():
+            yield
+            return
+        self._made = {}
+        try:
+            yield
+        finally:
+            self._made = None
+
+    def read(self, parameter: Tensor, group: str, reduction: str) -> Tensor:
+        """What `replicate_parameter` gives."""
+        # Compiled code reads anew: an activation checkpoint inside of it may not write to what is outside.
+        if self._made is None or torch.compiler.is_compiling():
+            return replicate_parameter(parameter, group, reduction)
+        # What was made without gradients must not reach code that wants them.
+        key = id(parameter), torch.is_grad_enabled()
+        if key not in self._made:
+            self._made[key] = replicate_parameter(parameter, group, reduction)
+        return self._made[key]
+
+
+def share_reads(model: nn.Module) -> None:
+    """Shares the reads of all modules within each call of the model's forward. The last step of an installation."""
+    reads = SharedReads()
+    readers = [m for m in model.modules() if isinstance(getattr(type(m), _RECIPE, None), (LocalForward, LocalForAll))]
+    if readers:
+        for module in {*readers, model}:
+            module.__dict__[_READS] = reads
+        recipe = getattr(type(model), _RECIPE, None)
+        restore_class(model)
+        install(model, ModelForward(recipe))
+
+
 def use_graph(
     module: nn.Module, graphs: Mapping[bool | None, fx.GraphModule], mode_sensitive: tuple[str, ...] = ()
 ) -> None:
@@ -175,6 +249,12 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 def restore(module: nn.Module) -> None:
     """Gives a module its own class and forward back."""
+    module.__dict__.pop(_READS, None)
+    restore_class(module)
+
+
+def restore_class(module: nn.Module) -> None:
+    """Gives a module its own class back."""
     module.__dict__.pop(_TWIN, None)
     module.__class__ = original_class(module)
 
@@ -240,7 +320,10 @@ def _local_properties(names: tuple[str, ...], group: str, reduction: str) -> dic
 def _local_property(name: str, group: str, reduction: str) -> property:
     def read(self: nn.Module) -> Tensor | None:
         parameter = self._parameters[name]
-        return None if parameter is None else replicate_parameter(parameter, group, reduction)
+        reads = self.__dict__.get(_READS)
+        if parameter is None or reads is None:
+            return parameter if parameter is None else replicate_parameter(parameter, group, reduction)
+        return cast(Tensor, reads.read(parameter, group, reduction))
 
     return property(read)
 

@@ -29,6 +29,9 @@ from passes.ops.redistribute import MEAN, SUM
 from passes.plan import ShardingPlan
 
 _TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+# A gradient that cancels out (a bias before batch norm, a key's bias before softmax) is nothing but rounding noise,
+# so a tensor counts as at least this part of the largest value among all tensors of its kind.
+_SMALLEST_SCALE = 2.0**-8
 _OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adam": torch.optim.Adam,
@@ -44,7 +47,8 @@ class Comparison:
         what: "output", "gradient" or "parameter".
         name: of the tensor.
         step: in which it was compared, from 0.
-        difference: largest absolute difference over the largest absolute value of the original.
+        difference: largest absolute difference over the largest absolute value of the original; of a gradient or
+            parameter at least 1/256 of the largest among all of them.
     """
 
     what: str
@@ -310,13 +314,17 @@ def _compare(expected: list[_Step], sharded: list[_Step], outputs: list[Any]) ->
                 found.append(Comparison("output", f"{index} of rank {rank}", step, _difference(a, b)))
         for what in ("gradient", "parameter"):
             references, values = getattr(want, f"{what}s"), getattr(got, f"{what}s")
+            floor = _SMALLEST_SCALE * max((_largest(r) for r in references.values() if r is not None), default=0.0)
             for name, reference in references.items():
-                found.append(Comparison(what, name, step, _difference(reference, values[name])))
+                found.append(Comparison(what, name, step, _difference(reference, values[name], floor)))
     return found
 
 
-def _difference(expected: Tensor | None, got: Tensor | None) -> float:
-    """Relative to the largest value; infinite where shapes, dtypes or presence differ. None equals a zero gradient."""
+def _difference(expected: Tensor | None, got: Tensor | None, floor: float = 0.0) -> float:
+    """Relative to the largest value, or `floor`; infinite where shapes, dtypes or presence differ.
+
+    None equals a zero gradient.
+    """
     if expected is None or got is None:
         present = got if expected is None else expected
         return 0.0 if present is None or not present.any() else float("inf")
@@ -325,6 +333,12 @@ def _difference(expected: Tensor | None, got: Tensor | None) -> float:
     if expected.numel() == 0 or torch.equal(expected, got):
         return 0.0
     both_nan = expected.isnan() & got.isnan()
-    difference = (expected.double() - got.double()).abs().masked_fill(both_nan, 0).max()
-    largest = expected.double().abs().masked_fill(both_nan, 0).max()
-    return float(difference / largest) if largest > 0 else float(difference)
+    difference = float((expected.double() - got.double()).abs().masked_fill(both_nan, 0).max())
+    scale = max(_largest(expected), floor)
+    return difference / scale if scale > 0 else difference
+
+
+def _largest(tensor: Tensor) -> float:
+    """The largest finite absolute value."""
+    values = tensor.detach().double().abs()
+    return float(values.masked_fill(~values.isfinite(), 0).max()) if values.numel() else 0.0

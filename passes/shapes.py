@@ -67,7 +67,7 @@ class _FakeRun(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         if n.op == "get_attr":
             value = self.fetch_attr(str(n.target))
-            return self._mode.from_tensor(value) if isinstance(value, Tensor) else value
+            return self._mode.from_tensor(value, static_shapes=True) if isinstance(value, Tensor) else value
         if n.target is renorm:
             return self.fetch_args_kwargs_from_env(n)[0][0]
         if n.target is redistribute.local_columns:

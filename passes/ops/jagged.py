@@ -1,37 +1,28 @@
 """The jagged all_to_all: lists of ids, of many features, travel to the ranks that own the features.
 
-W ranks; rank r owns features_per_rank[r] consecutive features of F. A rank holds, key-major, B samples of every
+W ranks, of which rank r owns features_per_rank[r] consecutive features of F. A rank holds, key-major, B samples of every
 feature: lengths (F*B,), values (N,) with N the sum of the lengths, and weights (N,) or none. What arrives is ordered by
 (source rank, feature, sample); what every op wants is (feature, source rank, sample). That reordering is called recat,
-and the vector that describes it too.
+as is the vector that describes it. The shapes, and `recat`, are those of TorchRec's KJTAllToAll.
 
-    function           what travels                              forward       backward
-    exchange_lengths   lengths, of equal batches                 all_to_all    none
-    exchange_jagged    values or weights of any sizes            all_to_all    all_to_all, the sizes swapped
-    start_exchange     whole features, batches of any size       two or three  one, for the weights
-                       and of several lists at once              all_to_alls
+    function           what travels                           forward            backward
+    exchange_lengths   lengths of equal batches               all_to_all         none
+    exchange_jagged    values or weights of any sizes         all_to_all         all_to_all, the sizes swapped
 
-`start_exchange` sends sizes first, and then lengths and ids in one message. So batches may differ between the ranks,
-which the receiver of a message of lengths alone would have to know beforehand; the number of collectives is the one
-that equal batches need (lengths, then ids), and one host synchronisation gives all sizes. The sizes also carry what
-every rank must know to raise the same error as the others.
-
-Shapes are those of TorchRec's KJTAllToAll and its `_get_recat`, checked against recorded vectors of TorchRec 1.8.0.
+Whole features, of several lists at once and with batches of any size, travel by `jagged_lists`.
 """
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from passes.ops import jagged_sizes
-from passes.ops.collectives import all_to_all, group_rank, group_size
-from passes.ops.jagged_sizes import JaggedList
+from passes.ops.collectives import all_to_all, group_rank
 from passes.ops.redistribute import apply
 
 _ops = torch.ops._c10d_functional
@@ -45,19 +36,101 @@ class _Exchange(Function):
         ctx: Any, x: Tensor, launched: Tensor, receive: list[int], send: list[int], total: int, group: str
     ) -> Tensor:
         ctx.arguments = (send, receive, x.size(0), group)
-        return _wait(launched, send).narrow(0, 0, total)
+        return wait(launched, send).narrow(0, 0, total)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return exchange_jagged(gradient, *ctx.arguments), None, None, None, None, None
 
 
-def _launch(x: Tensor, receive: list[int], send: list[int], group: str) -> Tensor:
-    """An all_to_all that is still under way; `_wait` must be called on what it returns."""
+def rank_order(num_ranks: int, stagger: int = 1) -> list[int]:
+    """The order of the source ranks in what a rank receives: with stagger s, the first of s equal parts, and so on."""
+    step = num_ranks // stagger
+    return [first + step * part for first in range(step) for part in range(stagger)]
+
+
+def recat(
+    num_keys: int, num_ranks: int, stagger: int = 1, batch_per_rank: Sequence[int] | None = None
+) -> list[int] | None:
+    """Where each (key, source rank) of the result stands among what arrived, which is ordered by (source rank, key).
+
+    Args:
+        num_keys: the keys that this rank owns.
+        num_ranks: W.
+        stagger: W is a multiple of it.
+        batch_per_rank: the samples of each rank.
+
+    Returns:
+        num_keys*W numbers; where the batches differ, one number for each sample instead. None if the rank owns no key.
+    """
+    if num_keys == 0:
+        return None
+    order = [key + rank * num_keys for key in range(num_keys) for rank in rank_order(num_ranks, stagger)]
+    if batch_per_rank is None or len(set(batch_per_rank)) == 1:
+        return order
+    sizes = [batch for batch in batch_per_rank for _ in range(num_keys)]
+    starts = [sum(sizes[:place]) for place in range(len(sizes))]
+    return [index for place in order for index in range(starts[place], starts[place] + sizes[place])]
+
+
+def segment_index(starts: Tensor, sizes: Tensor, total: int) -> Tensor:
+    """(total,) int64: the places of segments that stand one after the other in the result.
+
+    Args:
+        starts: (S,), where each segment begins in the source.
+        sizes: (S,).
+        total: the sum of the sizes.
+    """
+    shift = starts - (sizes.cumsum(0) - sizes)
+    return torch.arange(total, device=sizes.device) + torch.repeat_interleave(shift, sizes, output_size=total)
+
+
+def segment_sums(x: Tensor, sizes: Tensor) -> Tensor:
+    """(sum of sizes,) -> (S,) int64: the sums of S segments that stand one after the other."""
+    before = F.pad(x.cumsum(0), (1, 0))
+    ends = sizes.cumsum(0)
+    return before[ends] - before[ends - sizes]
+
+
+def exchange_lengths(lengths: Tensor, features_per_rank: Sequence[int], group: str) -> Tensor:
+    """Lengths of batches of one size: (F*B,) -> (W*f*B,), ordered by (source rank, feature, sample).
+
+    Args:
+        lengths: key-major.
+        features_per_rank: W numbers, F in all; f is that of this rank.
+        group: name of the process group.
+    """
+    batch = lengths.size(0) // max(1, sum(features_per_rank))
+    receive = [features_per_rank[group_rank(group)] * batch] * len(features_per_rank)
+    return all_to_all(lengths, receive, [count * batch for count in features_per_rank], group)
+
+
+def exchange_jagged(x: Tensor, receive: list[int], send: list[int], total: int, group: str) -> Tensor:
+    """(sum of send, ...) -> (total, ...), with a gradient: rows by destination -> rows by source.
+
+    Args:
+        x: values or weights.
+        receive: the rows that come from each rank.
+        send: the rows that go to each rank.
+        total: the sum of `receive`. Inside of torch.compile, where these are unbacked sizes, it must be one of its own.
+        group: name of the process group.
+    """
+    return finish(x, launch(x, receive, send, group), receive, send, total, group)
+
+
+def launch(x: Tensor, receive: list[int], send: list[int], group: str) -> Tensor:
+    """The all_to_all of `exchange_jagged` without its gradient; under way until `wait` or `finish`."""
     if len(send) == 1:
         return x.detach()
     return cast(Tensor, _ops.all_to_all_single(x.detach().contiguous(), receive, send, group))
 
 
-def _wait(x: Tensor, send: list[int]) -> Tensor:
-    return x if len(send) == 1 else cast(Tensor, _ops.wait_tensor(x))
+def wait(launched: Tensor, send: list[int]) -> Tensor:
+    """What `launch` brings."""
+    return launched if len(send) == 1 else cast(Tensor, _ops.wait_tensor(launched))
+
+
+def finish(x: Tensor, launched: Tensor, receive: list[int], send: list[int], total: int, group: str) -> Tensor:
+    """What `launch` brings, with its gradient: the arguments are those of `launch`, `total` that of `exchange_jagged`."""
+    torch._check(total <= sum(receive))
+    return apply(_Exchange, x, launched, receive, send, total, group)
