@@ -132,7 +132,8 @@ def trace(module: nn.Module) -> tuple[fx.GraphModule | None, str, dict[str, str]
     """
     tracer = _Tracer()
     try:
-        graph = tracer.trace(module)
+        with unchanged(module):
+            graph = tracer.trace(module)
     except Exception as error:  # whatever a forward raises on proxies
         return None, _first_line(error), {}
     hazard = hazards.find(tracer.recorder.executed)
@@ -165,7 +166,7 @@ class _Tracer(fx.Tracer):
         self.kept: dict[str, str] = {}
 
     def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
-        with self.recorder, _NoHiddenTensors(), _no_custom_functions():
+        with self.recorder, _NoHiddenTensors(), no_custom_functions():
             return super().trace(root, concrete_args)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -204,14 +205,39 @@ class _Tracer(fx.Tracer):
 
 
 @contextlib.contextmanager
-def _no_custom_functions() -> Iterator[None]:
-    """Refuses torch.autograd.Function while tracing, as fx patches nn.Module: a trace would lose the backward."""
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Undoes what a forward writes into its modules while it is captured."""
+    before = [(module, dict(vars(module)), _containers(module)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes, containers in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+            for container, content in containers:
+                container.clear()
+                container.extend(content) if isinstance(container, list) else container.update(content)
+
+
+def _containers(module: nn.Module) -> list[tuple[Any, Any]]:
+    """The lists, dicts and sets among a module's attributes, each with a copy of what is in it."""
+    return [(value, value.copy()) for value in vars(module).values() if isinstance(value, (list, dict, set))]
+
+
+@contextlib.contextmanager
+def no_custom_functions() -> Iterator[None]:
+    """Refuses a model's torch.autograd.Function while capturing: a graph would lose its backward.
+
+    A patch, as fx's own of nn.Module, for as long as the capture runs.
+    """
     original = vars(Function)["apply"]
 
-    def refuse(*_: Any, **__: Any) -> None:
-        raise Untraceable("calls a torch.autograd.Function, whose backward a trace would lose")
+    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__.partition(".")[0] == "torch":
+            return original.__get__(None, cls)(*args, **kwargs)
+        raise Untraceable(f"calls {cls.__name__}, a torch.autograd.Function whose backward a graph would lose")
 
-    Function.apply = staticmethod(refuse)  # type: ignore[method-assign]  # put back below
+    Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]  # put back below
     try:
         yield
     finally:

@@ -15,7 +15,17 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from autoshard.capture import Capture, Region, capture, has_hooks, layer_regions
+from autoshard import hazards
+from autoshard.capture import (
+    Capture,
+    Region,
+    Untraceable,
+    capture,
+    has_hooks,
+    layer_regions,
+    no_custom_functions,
+    unchanged,
+)
 from passes.errors import CaptureError, describe
 from passes.sites import find_sites
 
@@ -81,10 +91,12 @@ def _obstacle(model: nn.Module) -> str | None:
 
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: bool) -> fx.GraphModule:
-    with _in_mode(model, mode):
-        program = torch.export.export(
-            model, args, kwargs, dynamic_shapes=_dynamic_batch(model, args, kwargs), strict=False
-        )
+    shapes = _dynamic_batch(model, args, kwargs)
+    with _in_mode(model, mode), unchanged(model), no_custom_functions(), hazards.Recorder() as recorder:
+        program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
+    effect = hazards.find_effect(recorder.executed)
+    if effect is not None:
+        raise Untraceable(effect)
     graph_module = program.module()
     _rename_own_attributes(graph_module, model, f"_autoshard_{'train' if mode else 'eval'}")
     return graph_module

@@ -14,7 +14,7 @@ import inspect
 import sys
 import sysconfig
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import Any
@@ -75,9 +75,18 @@ def _is_user_code(code: CodeType) -> bool:
 
 
 def find(executed: list[Executed]) -> str | None:
-    """The first hazard in these functions as `file:line: what`, or None."""
+    """The first hazard for a trace with proxies in these functions as `file:line: what`, or None."""
     for code, namespace in executed:
-        hazard = _hazard(code) or _outside_state(code, namespace)
+        hazard = _hazard(code, _judge) or find_effect([(code, namespace)])
+        if hazard is not None:
+            return hazard
+    return None
+
+
+def find_effect(executed: list[Executed]) -> str | None:
+    """The first effect or outside state in these functions, which no graph holds, as `file:line: what`; or None."""
+    for code, namespace in executed:
+        hazard = _hazard(code, _judge_effect) or _outside_state(code, namespace)
         if hazard is not None:
             return hazard
     return None
@@ -92,12 +101,12 @@ def _outside_state(code: CodeType, namespace: dict[str, Any]) -> str | None:
 
 
 @functools.cache
-def _hazard(code: CodeType) -> str | None:
+def _hazard(code: CodeType, judge: Callable[[ast.AST], str | None]) -> str | None:
     function = parse(code)
     if function is None:
         return f"{code.co_filename}:{code.co_firstlineno}: the source of {code.co_name} cannot be read"
     for node in ast.walk(function):
-        what = _judge(node)
+        what = judge(node)
         if what is not None:
             line = code.co_firstlineno + getattr(node, "lineno", 1) - 1
             return f"{code.co_filename}:{line}: {what}"
@@ -126,6 +135,11 @@ def _judge(node: ast.AST) -> str | None:
             return "has a `with` block"
         case ast.Try():
             return "has a `try` block"
+    return None
+
+
+def _judge_effect(node: ast.AST) -> str | None:
+    match node:
         case ast.Global() | ast.Nonlocal():
             return f"writes `{', '.join(node.names)}` outside of itself"
         case ast.Assign(targets=targets) if any(_writes_attribute(target) for target in targets):
@@ -157,11 +171,13 @@ _HARMLESS_READS = frozenset({"dtype", "device", "shape", "size", "ndim", "requir
 
 
 def parameter_reads(module: torch.nn.Module) -> Iterator[tuple[str, ...]]:
-    """Paths of what a module's own methods read below a child: `self.child.weight` -> ("child", "weight")."""
-    for method in _methods(type(module)):
-        tree = parse(method)
-        if tree is None:
-            continue
+    """Paths of what a module's forward may read below its children: `self.child.weight` -> ("child", "weight").
+
+    Where the child goes by another name (`head = self.child; head.weight`), it may be any child that has such a
+    parameter.
+    """
+    below = [tuple(name.split(".")) for name, _ in module.named_parameters() if "." in name]
+    for tree in _reachable(type(module)):
         harmless = {
             id(node.value)
             for node in ast.walk(tree)
@@ -177,13 +193,35 @@ def parameter_reads(module: torch.nn.Module) -> Iterator[tuple[str, ...]]:
                 path = _own_path(node)
                 if len(path) > 1:
                     yield path
+                elif not path and not _is_module_constant(node):
+                    yield from (names for names in below if names[-1] == node.attr)
 
 
-def _methods(cls: type) -> Iterator[Any]:
+def _reachable(cls: type) -> Iterator[ast.AST]:
+    """The syntax of forward and of the methods that it mentions, and so on; torch.nn.Module's own left out."""
+    methods: dict[str, Any] = {}
     for base in cls.__mro__:
-        if base is torch.nn.Module or base is object:
-            return
-        yield from (value for name, value in vars(base).items() if inspect.isfunction(value) and name != "__init__")
+        if base is torch.nn.Module:
+            break
+        for name, value in vars(base).items():
+            if inspect.isfunction(value):
+                methods.setdefault(name, value)
+    waiting, seen = ["forward"], {"forward"}
+    while waiting:
+        tree = parse(methods.get(waiting.pop()))
+        if tree is not None:
+            yield tree
+            mentioned = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+            waiting += (mentioned & methods.keys()) - seen
+            seen |= mentioned
+
+
+def _is_module_constant(node: ast.Attribute) -> bool:
+    """True for `torch.something` and the like, whose root is an imported module by convention."""
+    root: ast.AST = node
+    while isinstance(root, ast.Attribute):
+        root = root.value
+    return isinstance(root, ast.Name) and root.id in ("torch", "F", "nn", "math", "np")
 
 
 def _name(node: ast.AST) -> str | None:

@@ -196,8 +196,7 @@ def _match_globs(spec: Mapping[str, str], weights: list[str], facts: Facts) -> d
     for glob, strategy in spec.items():
         if strategy not in STRATEGIES:
             raise _unknown_strategy(f"plan entry {glob!r}", strategy, STRATEGIES)
-        matched = fnmatch.filter(facts.parameters, glob)
-        if not matched:
+        if not any(_matches(name, glob, facts) for name in facts.parameters):
             raise PlanError(
                 describe(
                     f"plan entry {glob!r}",
@@ -211,9 +210,14 @@ def _match_globs(spec: Mapping[str, str], weights: list[str], facts: Facts) -> d
     wanted = {}
     for name in weights:
         names = [alias for alias, first in facts.canonical.items() if first == name]
-        hit = next((g for g in spec if any(fnmatch.fnmatchcase(n, g) for n in names)), None)
+        hit = next((g for g in spec if any(_matches(n, g, facts) for n in names)), None)
         wanted[name] = (REPLICATE, "no entry of the plan names it") if hit is None else (spec[hit], f"plan {hit!r}")
     return wanted
+
+
+def _matches(name: str, entry: str, facts: Facts) -> bool:
+    """An entry that is the full name of a parameter means that parameter only, whatever characters are in it."""
+    return name == entry if entry in facts.parameters else fnmatch.fnmatchcase(name, entry)
 
 
 def _require_shardable(name: str, facts: Facts) -> None:

@@ -152,6 +152,21 @@ LAYER_TYPES: dict[type[nn.Module], str] = {
 }
 
 
+# Operators that run the nested graph they are handed, once and on every rank. Others (a condition, a loop) may run it on
+# some ranks only, whose collectives would then wait for the others': what is inside of them is no site.
+_TRANSPARENT = frozenset(
+    getattr(torch.ops.higher_order, name)
+    for name in (
+        "wrap_with_set_grad_enabled",
+        "wrap_with_autocast",
+        "wrap_activation_checkpoint",
+        "tag_activation_checkpoint",
+        "invoke_subgraph",
+    )
+    if hasattr(torch.ops.higher_order, name)
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Scope:
     """A graph module, possibly nested, and the parameter names behind its nodes."""
@@ -193,8 +208,11 @@ def _scopes(graph_module: fx.GraphModule, prefix: str, path: str, outer: Mapping
             for placeholder, argument in zip(placeholders, arguments, strict=False)
             if isinstance(argument, fx.Node) and argument in parameters
         }
-        name = str(node.target) if node.op == "get_attr" else node.name
-        yield from _scopes(nested, prefix, f"{path}.{name}" if path else name, bound)
+        name = str(node.target)
+        inside = prefix
+        if node.op == "call_module":  # its parameters are its own, below its name
+            inside = f"{prefix}.{name}" if prefix else name
+        yield from _scopes(nested, inside, f"{path}.{name}" if path else name, bound)
 
 
 def _nested_calls(
@@ -210,6 +228,8 @@ def _nested_calls(
             module = _attribute(graph_module, node.target)
             if isinstance(module, fx.GraphModule):
                 for user in node.users:
+                    if user.target not in _TRANSPARENT:
+                        continue
                     position = user.args.index(node) if node in user.args else -1
                     rest = [a for a in user.args[position + 1 :] if not isinstance(a, bool)]
                     operands = rest[0] if rest and isinstance(rest[0], (tuple, list)) else rest
@@ -336,18 +356,23 @@ def find_other_uses(graph_module: fx.GraphModule, prefix: str = "") -> tuple[Oth
         for node, parameter in scope.parameters.items():
             for user in node.users:
                 call = by_node.get(user)
-                known = call is not None and node in (call.weight, call.bias)
-                if not known and user not in nested:
+                if user not in nested and not (call is not None and _only_as_weight(node, call)):
                     found.append(OtherUse(parameter, scope.path, user.name, _target_name(user), source_line(user)))
     return tuple(found)
 
 
+def _only_as_weight(node: fx.Node, call: Call) -> bool:
+    """True if the call takes the node as its weight or bias, and as nothing else."""
+    others = (call.input, *call.options.values())
+    return node in (call.weight, call.bias) and not any(node is other for other in others)
+
+
 def nested_call_users(graph_module: fx.GraphModule) -> frozenset[fx.Node]:
-    """The nodes that call nested graph modules: what they are handed is used inside."""
-    users: set[fx.Node] = set()
+    """The nodes that call nested graphs which are looked into: what they are handed is used inside."""
+    found: set[fx.Node] = set()
     for node, _, _ in _nested_calls(graph_module):
-        users.update([node] if node.op == "call_module" else node.users)
-    return frozenset(users)
+        found.update([node] if node.op == "call_module" else (u for u in node.users if u.target in _TRANSPARENT))
+    return frozenset(found)
 
 
 _TRACERS = ("/torch/", "/autoshard/capture.py")

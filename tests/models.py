@@ -712,7 +712,7 @@ MODELS: dict[str, Model] = {
         ),
     ),
     "parameters": Model(Parameters, _x),
-    "custom_gradient": Model(CustomGradient, _x, whole=False),
+    "custom_gradient": Model(CustomGradient, _x, whole=False, exports=False),
     "attribute_writer": Model(AttributeWriter, _x, whole=False, exports=False),
     "iterated_sequential": Model(IteratedSequential, _x),
     "child_reader": Model(ChildReader, _ids, replicated=frozenset({"tokens.weight"})),

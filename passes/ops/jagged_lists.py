@@ -1,16 +1,16 @@
 """Several lists of ids travel together to the ranks that own their features, from batches of any size.
 
-    sizes                 all_to_all of a few numbers; the one host synchronisation
-    lengths and ids       one all_to_all of both, for all lists
-    weights               one all_to_all for all lists, for each dtype; the only one with a gradient
+    sizes                 an all_to_all of a few numbers, and the one host synchronisation
+    lengths and ids       an all_to_all of both, for all lists
+    weights               an all_to_all for all lists whose weights are of one dtype, the only one with a gradient
 
-A message of lengths alone could be received only by a rank that knows the batch of the sender, so that unequal batches
-would need a third message. With the sizes ahead, lengths and ids share the second.
+Lengths alone could be received only by a rank that knows the sender's batch, so that unequal batches would need one
+more collective. With the sizes ahead, lengths and ids share the second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from passes.ops.collectives import all_to_all, group_rank
 from passes.ops.jagged import finish, launch, rank_order, segment_index, segment_sums, wait
-from passes.ops.jagged_sizes import Features, JaggedList, check_sizes, column, sizes_message
+from passes.ops.jagged_sizes import JaggedList, Sizes, check_sizes, sizes_message, sum_by_rank
 
 
 @dataclass(frozen=True)
@@ -67,23 +67,23 @@ class _Message:
 
     def __init__(self, parts: dict[str, _Part], group: str) -> None:
         by_part = list(parts.values())
-        self.group = group
-        self.send = [sum(sizes) for sizes in zip(*[part.send for part in by_part], strict=True)]
-        self.receive = [sum(sizes) for sizes in zip(*[part.receive for part in by_part], strict=True)]
-        self.sent = by_part[0].x
-        if len(parts) > 1:
+        self._group = group
+        self._send = [sum(sizes) for sizes in zip(*[part.send for part in by_part], strict=True)]
+        self._receive = [sum(sizes) for sizes in zip(*[part.receive for part in by_part], strict=True)]
+        self._sent = by_part[0].x
+        if len(by_part) > 1:
             pieces = [part.x.split(part.send) for part in by_part]
-            self.sent = torch.cat([piece for to_rank in zip(*pieces, strict=True) for piece in to_rank])
-        self.launched = launch(self.sent, self.receive, self.send, group)
+            self._sent = torch.cat([piece for to_rank in zip(*pieces, strict=True) for piece in to_rank])
+        self._launched = launch(self._sent, self._receive, self._send, group)
         sizes = torch.stack([part.sizes for part in by_part], 1)
         starts = (sizes.flatten().cumsum(0) - sizes.flatten()).view(sizes.shape)
         self.starts = dict(zip(parts, starts.unbind(1), strict=True))
 
     def wait(self) -> Tensor:
-        return wait(self.launched, self.send)
+        return wait(self._launched, self._send)
 
     def wait_with_gradient(self, total: int) -> Tensor:
-        return finish(self.sent, self.launched, self.receive, self.send, total, self.group)
+        return finish(self._sent, self._launched, self._receive, self._send, total, self._group)
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,11 @@ class Exchange:
     """Lists on their way to the ranks that own their features; `finish` gives what arrived.
 
     Args:
-        lists: this rank's, by name, at least one of those in `features`.
+        lists: this rank's, by name, some of those in `features`.
         features: for each list how many features each rank owns.
         stagger: see `rank_order`.
         group: name of the process group.
+        device: where the lists are.
         agreement: a number that stands for all that must be the same on all ranks.
         equal_batches: whether all ranks have batches of one size; torch.compile then knows the shape of the lengths.
         at: for errors.
@@ -123,6 +124,7 @@ class Exchange:
         *,
         stagger: int,
         group: str,
+        device: torch.device,
         agreement: int,
         equal_batches: bool,
         at: str,
@@ -131,78 +133,85 @@ class Exchange:
         self._lists = lists
         self._owned = {name: per_rank[group_rank(group)] for name, per_rank in features.items()}
         self._order = rank_order(world, stagger)
-        sent = sizes_message(lists, features, agreement)
+        sent = sizes_message(lists, features, agreement, device)
         table = sent.table if world == 1 else all_to_all(sent.table, [1] * world, [1] * world, group)
         self._sizes = Sizes(table, sent.names)
-        self._counts, totals = self._read_sizes(sent, features, equal_batches, at)
+        self._weighted: dict[torch.dtype, list[str]] = {}
+        for name, x in lists.items():
+            if x.weights is not None:
+                self._weighted.setdefault(x.weights.dtype, []).append(name)
+        self._counts, self._num_weights = self._read_sizes(sent, features, equal_batches, at)
+        self._data, self._weights = self._send(features, group)
 
-        wire = torch.int64 if any(x.values.dtype == torch.int64 for x in lists.values()) else torch.int32
-        parts = {}
-        for name, x in lists.items():
-            counts, owned = self._counts[name], self._owned[name]
+    def _read_sizes(
+        self, sent: Sizes, features: Mapping[str, Sequence[int]], equal_batches: bool, at: str
+    ) -> tuple[dict[str, _Counts], list[int]]:
+        """The one host synchronisation: the counts of each list, and how many weights of each dtype come."""
+        column = self._sizes.column
+        vectors = []
+        for name in self._lists:
+            totals = [column(name, which).sum() for which in ("num_lengths", "num_ids", "stride")]
+            vectors += [sent.column(name, "num_ids"), column(name, "num_ids"), column(name, "num_lengths")]
+            vectors.append(torch.stack(totals).clamp(min=0))
+        for names in self._weighted.values():
+            vectors.append(torch.stack([column(name, "num_ids") for name in names]).sum().view(1))
+        if torch.compiler.is_compiling():
+            numbers = _to_host(vectors)
+        else:
+            *numbers, flat = _to_host([*vectors, self._sizes.table.flatten()])
+            width = self._sizes.table.size(1)
+            rows = [flat[start : start + width] for start in range(0, len(flat), width)]
+            check_sizes(rows, features, equal_batches, at)
+        world = len(self._order)
+        counts = {}
+        for place, (name, x) in enumerate(self._lists.items()):
+            send_ids, receive_ids, receive_lengths, (num_lengths, num_ids, stride) = numbers[4 * place : 4 * place + 4]
+            if equal_batches and x.stride is not None:
+                receive_lengths = [x.stride * self._owned[name]] * world
+                num_lengths, stride = x.stride * self._owned[name] * world, x.stride * world
+            send_lengths = sum_by_rank(x.strides, features[name])
+            counts[name] = _Counts(send_lengths, send_ids, receive_lengths, receive_ids, num_lengths, num_ids, stride)
+        return counts, [number for (number,) in numbers[4 * len(counts) :]]
+
+    def _send(self, features: Mapping[str, Sequence[int]], group: str) -> tuple[_Message | None, list[_Message]]:
+        wire = torch.int64 if any(x.values.dtype == torch.int64 for x in self._lists.values()) else torch.int32
+        heads, ids = {}, {}
+        for name, x in self._lists.items():
+            counts, world = self._counts[name], len(self._order)
             if x.stride is None:
-                strides = torch.tensor(x.strides, dtype=wire, device=table.device)
-                sizes = torch.full((world,), owned, device=table.device)
-                parts[f"{name} strides"] = _Part(strides, list(features[name]), [owned] * world, sizes)
+                strides = torch.tensor(x.strides, dtype=wire, device=x.lengths.device)
+                sizes = torch.full((world,), self._owned[name], device=x.lengths.device)
+                send, receive = list(features[name]), [self._owned[name]] * world
+                heads[f"{name} strides"] = _Part(strides, send, receive, sizes)
             sizes = self._sizes.column(name, "num_lengths")
-            parts[f"{name} lengths"] = _Part(x.lengths.to(wire), counts.send_lengths, counts.receive_lengths, sizes)
-        for name, x in lists.items():
-            parts[f"{name} ids"] = self._ids_part(name, x.values.to(wire))
-        self._data = _Message(parts, group)
-        self._weights = {
-            dtype: (_Message({name: self._ids_part(name, lists[name].weights) for name in names}, group), totals[dtype])
-            for dtype, names in _by_weight(lists).items()
-        }
+            heads[f"{name} lengths"] = _Part(x.lengths.to(wire), counts.send_lengths, counts.receive_lengths, sizes)
+            ids[f"{name} ids"] = self._ids_part(name, x.values.to(wire))
+        data = _Message(heads | ids, group) if ids else None
+        weights = []
+        for names in self._weighted.values():
+            parts = {name: self._ids_part(name, self._lists[name].weights) for name in names}
+            weights.append(_Message(parts, group))
+        return data, weights
 
     def _ids_part(self, name: str, x: Tensor) -> _Part:
         counts = self._counts[name]
         return _Part(x, counts.send_ids, counts.receive_ids, self._sizes.column(name, "num_ids"))
 
-    def _read_sizes(
-        self, sent: Sizes, features: Mapping[str, Sequence[int]], equal_batches: bool, at: str
-    ) -> tuple[dict[str, _Counts], dict[torch.dtype, int]]:
-        """The one host synchronisation: for each list its counts, for each dtype of weights how many come."""
-        column = self._sizes.column
-        vectors = []
-        for name in self._lists:
-            vectors += [sent.column(name, "num_ids"), column(name, "num_ids"), column(name, "num_lengths")]
-            totals = [column(name, which).sum() for which in ("num_lengths", "num_ids", "stride")]
-            vectors.append(torch.stack(totals))
-        by_weight = _by_weight(self._lists)
-        for names in by_weight.values():
-            vectors.append(torch.stack([column(name, "num_ids") for name in names]).sum().view(1))
-        if torch.compiler.is_compiling():
-            numbers = _to_host(vectors)
-        else:
-            *numbers, table = _to_host([*vectors, self._sizes.table.flatten()])
-            width = self._sizes.table.size(1)
-            rows = [table[start : start + width] for start in range(0, len(table), width)]
-            check_sizes(rows, features, equal_batches, at)
-        reader = iter(numbers)
-        counts = {}
-        for name, x in self._lists.items():
-            send_lengths = sum_by_rank(x.strides, features[name])
-            send_ids, receive_ids, receive_lengths, (num_lengths, num_ids, stride) = (next(reader) for _ in range(4))
-            if equal_batches and x.stride is not None:
-                stride = x.stride * len(self._order)
-                receive_lengths = [x.stride * self._owned[name]] * len(self._order)
-                num_lengths = stride * self._owned[name]
-            counts[name] = _Counts(
-                send_lengths, send_ids, receive_lengths, receive_ids, num_lengths, num_ids, stride
-            )
-        return counts, {dtype: next(reader)[0] for dtype in by_weight}
-
     def finish(self) -> dict[str, Received]:
         """Waits for what was sent, and puts it in order."""
+        if self._data is None:
+            return {}
         data = self._data.wait()
-        weights = {dtype: message.wait_with_gradient(total) for dtype, (message, total) in self._weights.items()}
-        return {
-            name: self._received(name, x, data, None if x.weights is None else weights[x.weights.dtype])
-            for name, x in self._lists.items()
-        }
+        weights = {}
+        for names, message, total in zip(self._weighted.values(), self._weights, self._num_weights, strict=True):
+            arrived = message.wait_with_gradient(total)
+            weights.update({name: (arrived, message.starts[name]) for name in names})
+        return {name: self._in_order(name, data, self._data.starts, weights.get(name)) for name in self._lists}
 
-    def _received(self, name: str, x: Tensor, data: Tensor, weights: Tensor | None) -> Received:
-        counts, owned, starts = self._counts[name], self._owned[name], self._data.starts
+    def _in_order(
+        self, name: str, data: Tensor, starts: dict[str, Tensor], weights: tuple[Tensor, Tensor] | None
+    ) -> Received:
+        x, counts, owned = self._lists[name], self._counts[name], self._owned[name]
         order = torch.tensor(self._order, device=data.device)
         if x.stride is None:
             keys = torch.arange(owned, device=data.device)
@@ -211,37 +220,29 @@ class Exchange:
             strides = self._sizes.column(name, "stride").unsqueeze(1).expand(-1, owned)
         first = starts[f"{name} lengths"].unsqueeze(1) + strides.cumsum(1) - strides
         # (source rank, key) -> (key, source rank in order).
-        strides, first = strides[order].t().flatten(), first[order].t().flatten()
-        lengths = data[segment_index(first, strides, counts.num_lengths)].to(x.lengths.dtype)
-        ids = segment_sums(lengths, strides).view(owned, -1)
+        strides, first = strides[order].t(), first[order].t()
+        lengths = data.index_select(0, segment_index(first.flatten(), strides.flatten(), counts.num_lengths))
+        ids = segment_sums(lengths, strides.flatten()).view(owned, len(self._order))
         before = ids.cumsum(0) - ids
 
         def in_order(message: Tensor, start: Tensor) -> Tensor:
-            index = segment_index((start[order] + before).flatten(), ids.flatten(), counts.num_ids)
-            return message.index_select(0, index)
+            return message.index_select(
+                0, segment_index((start[order] + before).flatten(), ids.flatten(), counts.num_ids)
+            )
 
         return Received(
-            lengths=lengths,
+            lengths=lengths.to(x.lengths.dtype),
             values=in_order(data, starts[f"{name} ids"]).to(x.values.dtype),
-            weights=None if weights is None else in_order(weights, self._weights[weights.dtype][0].starts[name]),
+            weights=None if weights is None else in_order(*weights),
             stride=None if x.stride is None else counts.stride,
-            strides=[] ...
+            strides=_to_host(list(strides)) if x.stride is None else [],
         )
-
-
-def _by_weight(lists: Mapping[str, JaggedList]) -> dict[torch.dtype, list[str]]:
-    """The names of the lists with weights, by the dtype of these."""
-    names: dict[torch.dtype, list[str]] = {}
-    for name, x in lists.items():
-        if x.weights is not None:
-            names.setdefault(x.weights.dtype, []).append(name)
-    return names
 
 
 def _to_host(vectors: list[Tensor]) -> list[list[int]]:
     """The numbers of each vector, with one host synchronisation; unbacked sizes inside of torch.compile."""
     with torch._dynamo.patch_dynamo_config(capture_scalar_outputs=True):
-        flat = torch.cat(vectors).tolist()
+        flat = torch.cat(vectors).tolist() if vectors else []
     if torch.compiler.is_compiling():
         for number in flat:
             torch._check(number >= 0)

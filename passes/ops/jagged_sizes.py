@@ -75,15 +75,17 @@ def sum_by_rank(by_feature: Sequence[int], features_per_rank: Sequence[int]) -> 
     return sums
 
 
-def sizes_message(lists: Mapping[str, JaggedList], features: Mapping[str, Sequence[int]], agreement: int) -> Sizes:
+def sizes_message(
+    lists: Mapping[str, JaggedList], features: Mapping[str, Sequence[int]], agreement: int, device: torch.device
+) -> Sizes:
     """What this rank tells each of the others.
 
     Args:
-        lists: by name, at least one of those in `features`.
+        lists: by name, some of those in `features`.
         features: for each list how many features each rank owns.
         agreement: a number that must be the same on all ranks.
+        device: where the lists are.
     """
-    device = next(iter(lists.values())).lengths.device
     world = len(next(iter(features.values())))
     parts = [torch.full((world, 1), agreement, device=device)]
     for name, per_rank in features.items():
