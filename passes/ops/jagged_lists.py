@@ -68,10 +68,11 @@ class _Message:
     def __init__(self, parts: dict[str, _Part], group: str) -> None:
         by_part = list(parts.values())
         self._group = group
-        self._send = [sum(sizes) for sizes in zip(*[part.send for part in by_part], strict=True)]
-        self._receive = [sum(sizes) for sizes in zip(*[part.receive for part in by_part], strict=True)]
-        self._sent = by_part[0].x
+        # The sum of one unbacked size is none that Dynamo takes into a Function.
+        self._send, self._receive, self._sent = by_part[0].send, by_part[0].receive, by_part[0].x
         if len(by_part) > 1:
+            self._send = [sum(sizes) for sizes in zip(*[part.send for part in by_part], strict=True)]
+            self._receive = [sum(sizes) for sizes in zip(*[part.receive for part in by_part], strict=True)]
             pieces = [part.x.split(part.send) for part in by_part]
             self._sent = torch.cat([piece for to_rank in zip(*pieces, strict=True) for piece in to_rank])
         self._launched = launch(self._sent, self._receive, self._send, group)

@@ -1,0 +1,66 @@
+"""torch.compile of a sharded model with Inductor: one full graph, and no recompile after the second batch size."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard import autoshard
+from tests.compare import loss_of, tensors, whole
+from tests.models import MODELS, relative
+from tests.pool import Pool
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """Dynamo's counters after each batch size, and the largest relative difference to one process."""
+
+    graphs: list[int]
+    breaks: int
+    difference: float
+
+
+def compiled_steps(mesh: DeviceMesh, name: str, examples: bool, sizes: list[int]) -> Compiled:
+    torch._dynamo.utils.counters.clear()
+    case = MODELS[name]
+    world, rank = mesh.size(), mesh.get_local_rank()
+    original = case.make()
+    example = case.split(world, 3, 0)[0][rank] if examples else None
+    sharded = autoshard(copy.deepcopy(original), mesh, example_inputs=example)
+    run = torch.compile(sharded, fullgraph=True)
+    counters, graphs, worst = torch._dynamo.utils.counters, [], 0.0
+    for step, rows in enumerate(sizes):
+        parts, everything = case.split(world, rows, step)
+        output = run(*parts[rank])
+        loss_of(output, rank * rows, rows).backward()
+        expected = original(*everything)
+        loss_of(expected, 0, rows * world).backward()
+        for want, got in zip(tensors(expected), tensors(output), strict=True):
+            worst = max(worst, relative(want.chunk(world)[rank].detach(), got.detach()))
+        for (_, want), (_, got) in zip(original.named_parameters(), sharded.named_parameters(), strict=True):
+            gradients = whole(want.grad), whole(got.grad)
+            assert gradients[0] is not None
+            assert gradients[1] is not None
+            worst = max(worst, relative(*gradients))
+        original.zero_grad()
+        sharded.zero_grad()
+        graphs.append(counters["stats"]["unique_graphs"])
+    return Compiled(graphs, sum(counters["graph_break"].values()), worst)
+
+
+@pytest.mark.parametrize("examples", [False, True], ids=["fx", "export"])
+@pytest.mark.parametrize("model", ["mlp", "two_tower", "dlrm", "transformer"])
+def test_inductor_compiles_one_full_graph_and_no_more_after_the_second_size(
+    pool: Pool, model: str, examples: bool
+) -> None:
+    results = pool.run(compiled_steps, model, examples, [3, 5, 7, 4], world_size=2, fresh_dynamo=True, timeout=300)
+    for result in results:
+        assert result.breaks == 0
+        assert result.graphs[0] == 1
+        assert result.graphs[1] <= 2
+        assert result.graphs[1:] == [result.graphs[1]] * 3
+        assert result.difference <= 1e-12
