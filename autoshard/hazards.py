@@ -32,6 +32,19 @@ _TRUSTED = (
     str(Path(__file__).parent),
 )
 
+# What torch itself runs while it captures.
+_DEPENDENCIES = (
+    "sympy",
+    "mpmath",
+    "networkx",
+    "jinja2",
+    "markupsafe",
+    "filelock",
+    "fsspec",
+    "typing_extensions",
+    "numpy",
+)
+
 Executed = tuple[CodeType, "dict[str, Any]"]
 
 
@@ -68,7 +81,8 @@ class Recorder:
 @functools.cache
 def _is_user_code(code: CodeType) -> bool:
     file = code.co_filename
-    if "site-packages" not in file and file.startswith(_TRUSTED[1]):
+    inside = file.partition("site-packages/")[2]
+    if (not inside and file.startswith(_TRUSTED[1])) or inside.startswith(_DEPENDENCIES):
         return False
     trusted = file.startswith((_TRUSTED[0], _TRUSTED[2], "<"))
     return not trusted and not code.co_name.startswith("<")
@@ -147,7 +161,7 @@ def _judge_effect(node: ast.AST) -> str | None:
         case ast.AugAssign(target=target) | ast.AnnAssign(target=target) if _writes_attribute(target):
             return f"writes an attribute: `{ast.unparse(node)}`"
         case ast.Expr(value=ast.Call(func=function)):
-            if _is_own(function) or isinstance(function, ast.Name):
+            if (_is_own(function) and not _is_in_place(function)) or isinstance(function, ast.Name):
                 return f"calls `{ast.unparse(node)}` for its effect"
     return None
 
@@ -157,6 +171,11 @@ def _is_own(node: ast.AST) -> bool:
     while isinstance(node, (ast.Attribute, ast.Subscript)):
         node = node.value
     return isinstance(node, ast.Name) and node.id == "self"
+
+
+def _is_in_place(function: ast.AST) -> bool:
+    """True for a tensor's method that torch writes with an underscore, `buffer.add_`: graphs hold those."""
+    return isinstance(function, ast.Attribute) and function.attr.endswith("_") and not function.attr.endswith("__")
 
 
 def _writes_attribute(target: ast.AST) -> bool:

@@ -479,7 +479,7 @@ def test_both_branches_of_a_condition_are_looked_into() -> None:
 
 
 def test_what_is_found_in_a_graph_module_that_is_called_as_a_module_has_its_full_name() -> None:
-    """Capture gives such a module a region of its own; whoever looks into it here must not take its names for others'."""
+    """Capture gives such a module a region of its own; here its names must not be taken for those of others."""
     inner = fx.symbolic_trace(nn.Sequential(nn.Linear(6, 5), nn.Tanh()))
     root = nn.Module()
     root.add_module("inner", inner)

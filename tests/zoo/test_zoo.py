@@ -73,8 +73,8 @@ COMPILED = (
     Case(models.dcn, models.with_genres_batch, 17, compile=True),
     Case(models.bert_without_dropout, models.token_batch, 29, 1, compile="aot_eager"),
     Case(models.gpt2_without_dropout, models.token_batch, 2, compile="aot_eager"),
-    # Not Inductor: it rounds the norms and softmaxes, which Llama computes in float32 by itself, in another way than eager
-    # mode does, by 1e-7 without any sharding. The tolerance for that would hide other differences.
+    # Not Inductor: Llama computes norms and softmaxes in float32 by itself, which Inductor rounds otherwise than eager
+    # mode does, by 1e-7 without any sharding. A tolerance for that would hide other differences.
     Case(models.llama, models.token_batch, 16, compile="aot_eager"),
 )
 
