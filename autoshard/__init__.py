@@ -2,6 +2,8 @@
 
 from autoshard.api import autoshard, graph_diff, sharding_plan, unshard
 from autoshard.diff import GraphDiff
+from autoshard.jagged import KeyedJaggedTensor
+from autoshard.sparse_features import SparseFeatures, SparseFeaturesAllToAll
 from autoshard.verify import Certificate, verify
 from passes.errors import (
     AgreementError,
@@ -27,11 +29,14 @@ __all__ = [
     "GraphDiff",
     "IdRangeError",
     "InputError",
+    "KeyedJaggedTensor",
     "MeshError",
     "PlanError",
     "PlanRow",
     "RewriteError",
     "ShardingPlan",
+    "SparseFeatures",
+    "SparseFeaturesAllToAll",
     "autoshard",
     "graph_diff",
     "sharding_plan",

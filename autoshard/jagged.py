@@ -1,11 +1,12 @@
 """Jagged features: for each key a batch of lists of ids of varying length.
 
-What TorchRec's classes of the same names hold, with their method names, on plain torch: no compiled operators, and
-nothing is cached, so that a tensor never disagrees with what was derived from it.
+What TorchRec's class of the same name holds, with its method names, on plain torch: no compiled operators, and nothing
+is cached, so that no tensor disagrees with what was derived from it.
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,58 +15,16 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from passes.errors import InputError, describe
+from autoshard.jagged_tensor import Jagged, JaggedTensor, error, is_readable, show, summary
+from passes.errors import InputError
 from passes.ops.jagged import segment_index, segment_sums
 
 _SHOWN_KEYS = 16
-_SHOWN = 8
+
+Strides = tuple[tuple[int, ...], ...]
 
 
-class JaggedTensor:
-    """The lists of one key: values (N,), lengths (B,), and weights (N,) or none."""
-
-    def __init__(self, values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> None:
-        self._values = values
-        self._lengths = lengths
-        self._weights = weights
-
-    def values(self) -> Tensor:
-        """(N,)."""
-        return self._values
-
-    def lengths(self) -> Tensor:
-        """(B,)."""
-        return self._lengths
-
-    def offsets(self) -> Tensor:
-        """(B+1,): where each list begins, and N."""
-        return _offsets(self._lengths)
-
-    def weights(self) -> Tensor:
-        """(N,).
-
-        Raises:
-            InputError: if there are none.
-        """
-        return _present(self._weights)
-
-    def weights_or_none(self) -> Tensor | None:
-        """(N,), or None."""
-        return self._weights
-
-    def to_lists(self) -> list[list[int]]:
-        """The values of each sample."""
-        lists: list[list[int]] = [part.tolist() for part in self._values.split(self._lengths.tolist())]
-        return lists
-
-    def __repr__(self) -> str:
-        if not _is_readable(self._values):
-            return f"JaggedTensor({_summary(self._values, self._weights)})"
-        shown = _show(self._values, self._weights, self.offsets().tolist())
-        return f"JaggedTensor({_summary(self._values, self._weights)}: {shown})"
-
-
-class KeyedJaggedTensor:
+class KeyedJaggedTensor(Jagged):
     """For each of F keys a batch of B lists of ids, stored key-major.
 
                  sample 0     sample 1    sample 2
@@ -75,29 +34,26 @@ class KeyedJaggedTensor:
         values   7 8 9 3 4 5 6 7        lengths   2 0 1 1 1 3        offsets   0 2 2 3 4 5 8
 
     Args:
-        keys: F names. One may stand twice, but can then be reached only by place (`split`, `permute`).
+        keys: F names. One may stand twice, but is then reached by place only (`split`, `permute`).
         values: (N,).
         weights: (N,), or None.
-        lengths: (F*B,) or (F, B), int32 or int64; their sum is N.
+        lengths: (F*B,) or (F, B), int32 or int64; they add up to N.
         offsets: (F*B+1,), in place of lengths: from 0 to N, ascending.
         stride: B, needed only where there are no keys.
         stride_per_key_per_rank: for keys with batches of their own: for each key the samples of each rank that they
-            came from; one number in each list where they came from no other rank.
+            came from, one number where they came from no other rank.
 
     Raises:
-        InputError: in eager mode, if these do not fit together. What takes a look into the tensors (that the lengths
-            add up to N) is checked where they travel.
+        InputError: in eager mode, if these do not fit together. What takes a look into the tensors (do the lengths add
+            up to N?) is checked where they travel.
 
-    A pytree node, with values, lengths and weights as leaves. torch.compile takes it in and gives it out.
+    A pytree node with values, lengths and weights as leaves. torch.compile takes it as input and as output.
     """
 
     _keys: tuple[str, ...]
-    _values: Tensor
-    _lengths: Tensor
-    _weights: Tensor | None
-    # Kept only where there are no keys: otherwise the lengths tell.
+    # Only where there are no keys; otherwise the lengths tell.
     _stride: int | None
-    _strides: tuple[tuple[int, ...], ...] | None
+    _strides: Strides | None
 
     def __init__(
         self,
@@ -109,42 +65,45 @@ class KeyedJaggedTensor:
         stride: int | None = None,
         stride_per_key_per_rank: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        if (lengths is None) == (offsets is None):
-            raise _error(f"lengths {_given(lengths)} and offsets {_given(offsets)}", "one of the two", "Leave out one.")
+        if lengths is None and offsets is not None:
+            lengths = torch.diff(offsets)
+        elif lengths is None or offsets is not None:
+            raise _error("both or none of lengths and offsets", "one of the two", "The one follows from the other.")
         self._keys = tuple(keys)
         self._values = values
-        self._lengths = torch.diff(offsets) if lengths is None else lengths.flatten()  # type: ignore[arg-type]
+        self._lengths = lengths.flatten()
         self._weights = weights
         self._strides = None
         if stride_per_key_per_rank is not None:
             self._strides = tuple(tuple(by_rank) for by_rank in stride_per_key_per_rank)
-        self._stride = (stride or 0) if not self._keys and self._strides is None else None
+        self._stride = None if self._keys or self._strides is not None else stride or 0
         if not torch.compiler.is_compiling():
             self._check(keys, offsets, stride)
 
     def _check(self, keys: Sequence[str], offsets: Tensor | None, stride: int | None) -> None:
         values, lengths, weights = self._values, self._lengths, self._weights
-        if isinstance(keys, str) or not all(isinstance(key, str) for key in self._keys):
+        if isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
             raise _error(f"keys {keys!r}", "a sequence of strings", "Give a list of names.")
         if values.dim() != 1:
-            raise _error(f"values of shape {tuple(values.shape)}", "one dimension", "Put all ids one after the other.")
+            raise _error(f"values of shape {tuple(values.shape)}", "one dimension", "Put all ids in one row.")
         if lengths.dtype not in (torch.int32, torch.int64):
             raise _error(f"lengths or offsets of {lengths.dtype}", "torch.int32 or torch.int64", "Convert them.")
         if offsets is not None and (offsets.dim() != 1 or offsets.size(0) == 0):
-            raise _error(f"offsets of shape {tuple(offsets.shape)}", "one dimension and a first 0", "Prepend a 0.")
+            raise _error(f"offsets of shape {tuple(offsets.shape)}", "one dimension, a 0 first", "Prepend the 0.")
         if weights is not None and weights.shape != values.shape:
             expected = f"{tuple(values.shape)}, the shape of the values"
             raise _error(f"weights of shape {tuple(weights.shape)}", expected, "Give each value one weight.")
-        if self._strides is None:
-            fits = lengths.size(0) % len(self._keys) == 0 if self._keys else lengths.size(0) == 0
-            if stride is not None and self._keys:
-                fits = lengths.size(0) == stride * len(self._keys)
-            expected = f"{len(self._keys)} keys times {'one batch' if stride is None else stride}"
+        num_keys, num_lengths = len(self._keys), lengths.size(0)
+        if self._strides is not None:
+            fits = len(self._strides) == num_keys and num_lengths == sum(self.stride_per_key())
+            expected = f"{sum(self.stride_per_key())}, in {num_keys} batches of {self.stride_per_key()}"
+        elif stride is not None:
+            fits, expected = num_lengths == num_keys * stride, f"{num_keys} keys times a stride of {stride}"
         else:
-            fits = len(self._strides) == len(self._keys) and lengths.size(0) == sum(self.stride_per_key())
-            expected = f"{[list(by_rank) for by_rank in self._strides]} for {len(self._keys)} keys"
+            fits = num_lengths % num_keys == 0 if num_keys else num_lengths == 0
+            expected = f"a multiple of {num_keys}, the number of keys"
         if not fits:
-            raise _error(f"{lengths.size(0)} lengths", expected, "Give a length for each sample of each key.")
+            raise _error(f"{num_lengths} lengths", expected, "Give a length for each sample of each key.")
 
     @classmethod
     def _of(
@@ -153,42 +112,32 @@ class KeyedJaggedTensor:
         values: Tensor,
         lengths: Tensor,
         weights: Tensor | None,
-        stride: int | None = None,
-        strides: tuple[tuple[int, ...], ...] | None = None,
+        stride: int | None,
+        strides: Strides | None,
     ) -> KeyedJaggedTensor:
-        """Without checks: the sizes may be unbacked ones, and a pytree may hold anything."""
+        """Without checks: sizes may be unbacked ones, and a pytree may hold anything.
+
+        The stride is left out where there are keys or strides.
+        """
         new = cls.__new__(cls)
         new._keys, new._values, new._lengths, new._weights = keys, values, lengths, weights
-        new._stride, new._strides = stride, strides
+        new._stride = None if keys or strides is not None else stride
+        new._strides = strides
         return new
 
     @classmethod
     def from_lengths(
-        cls,
-        keys: Sequence[str],
-        values: Tensor,
-        lengths: Tensor,
-        weights: Tensor | None = None,
-        *,
-        stride: int | None = None,
-        stride_per_key_per_rank: Sequence[Sequence[int]] | None = None,
+        cls, keys: Sequence[str], values: Tensor, lengths: Tensor, weights: Tensor | None = None, **strides: Any
     ) -> KeyedJaggedTensor:
-        """As the constructor."""
-        return cls(keys, values, weights, lengths, None, stride, stride_per_key_per_rank)
+        """As the constructor, which also says what `strides` may be."""
+        return cls(keys, values, weights, lengths=lengths, **strides)
 
     @classmethod
     def from_offsets(
-        cls,
-        keys: Sequence[str],
-        values: Tensor,
-        offsets: Tensor,
-        weights: Tensor | None = None,
-        *,
-        stride: int | None = None,
-        stride_per_key_per_rank: Sequence[Sequence[int]] | None = None,
+        cls, keys: Sequence[str], values: Tensor, offsets: Tensor, weights: Tensor | None = None, **strides: Any
     ) -> KeyedJaggedTensor:
-        """As the constructor."""
-        return cls(keys, values, weights, None, offsets, stride, stride_per_key_per_rank)
+        """As the constructor, which also says what `strides` may be."""
+        return cls(keys, values, weights, offsets=offsets, **strides)
 
     @classmethod
     def from_lists(
@@ -196,127 +145,83 @@ class KeyedJaggedTensor:
         keys: Sequence[str],
         lists: Sequence[Sequence[Sequence[int]]],
         weights: Sequence[Sequence[Sequence[float]]] | None = None,
-        *,
-        device: torch.device | str | None = None,
     ) -> KeyedJaggedTensor:
-        """For each key a batch of lists of ids, and the weights in the same form.
-
-        Values and lengths become int64, weights float32. Batches that differ between keys become strides of their own.
+        """For each key a batch of lists of ids, and weights in the same form.
 
             KeyedJaggedTensor.from_lists(["A", "B"], [[[7, 8], [], [9]], [[3], [4], [5, 6, 7]]])
+
+        Values and lengths become int64, weights float32. Batches of different size become strides per key.
 
         Raises:
             InputError: if there is not one batch for each key, or the weights have another form.
         """
+        form = [[len(sample) for sample in batch] for batch in lists]
         if len(lists) != len(keys):
-            raise _error(f"{len(lists)} batches of lists", f"{len(keys)}, one for each key", "Give [] to an empty one.")
-        lengths = [len(sample) for batch in lists for sample in batch]
+            raise _error(f"{len(lists)} batches", f"{len(keys)}, one for each key", "A batch may be empty: [].")
+        if weights is not None and [[len(sample) for sample in batch] for batch in weights] != form:
+            raise _error("weights in another form than the ids", "a weight for each id", "Nest them alike.")
         values = [value for batch in lists for sample in batch for value in sample]
-        flat = None
-        if weights is not None:
-            if [[len(sample) for sample in batch] for batch in weights] != [[len(s) for s in batch] for batch in lists]:
-                raise _error("weights of another form than the lists", "a weight for each id", "Nest them alike.")
-            of_all = [weight for batch in weights for sample in batch for weight in sample]
-            flat = torch.tensor(of_all, dtype=torch.float32, device=device)
+        flat_weights = [weight for batch in weights or () for sample in batch for weight in sample]
         strides = [len(batch) for batch in lists]
         return cls(
             keys,
-            torch.tensor(values, dtype=torch.int64, device=device),
-            flat,
-            torch.tensor(lengths, dtype=torch.int64, device=device),
+            torch.tensor(values, dtype=torch.int64),
+            None if weights is None else torch.tensor(flat_weights, dtype=torch.float32),
+            torch.tensor([length for batch in form for length in batch], dtype=torch.int64),
             stride_per_key_per_rank=[[stride] for stride in strides] if len(set(strides)) > 1 else None,
         )
 
     @classmethod
     def from_torchrec(cls, other: Any) -> KeyedJaggedTensor:
-        """TorchRec's KeyedJaggedTensor as this one, with the same tensors.
+        """TorchRec's KeyedJaggedTensor as one of these, with the same tensors.
 
         Raises:
             InputError: if it has inverse indices, which have no place here.
         """
         if other.inverse_indices_or_none() is not None:
-            raise _error("a TorchRec tensor with inverse indices", "none", "Expand it before it is converted.")
-        variable = other.variable_stride_per_key()
-        return cls(
-            other.keys(),
-            other.values(),
-            other.weights_or_none(),
-            other.lengths(),
-            stride=None if variable else other.stride(),
-            stride_per_key_per_rank=other.stride_per_key_per_rank() if variable else None,
-        )
+            raise _error("a TorchRec tensor with inverse indices", "one without", "Expand it before the conversion.")
+        strides = other.stride_per_key_per_rank() if other.variable_stride_per_key() else None
+        stride = other.stride() if strides is None else None
+        return cls(other.keys(), other.values(), other.weights_or_none(), other.lengths(), None, stride, strides)
 
     def to_torchrec(self) -> Any:
-        """A `torchrec.KeyedJaggedTensor` with the same tensors; imports TorchRec."""
-        from torchrec import KeyedJaggedTensor as TorchRecs  # type: ignore[import-not-found]
-
+        """TorchRec's KeyedJaggedTensor with the same tensors. Imports TorchRec."""
         if self._strides is None:
-            return TorchRecs(self.keys(), self._values, self._weights, self._lengths, stride=self.stride())
-        strides = self.stride_per_key_per_rank()
-        return TorchRecs(self.keys(), self._values, self._weights, self._lengths, stride_per_key_per_rank=strides)
+            strides: dict[str, Any] = {"stride": self.stride()}
+        else:
+            strides = {"stride_per_key_per_rank": self.stride_per_key_per_rank()}
+        return importlib.import_module("torchrec").KeyedJaggedTensor(
+            self.keys(), self._values, self._weights, self._lengths, **strides
+        )
 
     @staticmethod
     def concat(tensors: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
         """The keys of all, one tensor after the other.
 
         Raises:
-            InputError: if there is none, if some have weights and others not, or if their strides differ or are not of
-                one kind.
+            InputError: if there is none, if only some have weights or strides per key, or if their strides differ.
         """
         if not tensors:
-            raise _error("no tensors to concatenate", "at least one", "Leave it out.")
-        first = tensors[0]
+            raise _error("no tensor to concatenate", "at least one", "Leave it out.")
         weights = [x._weights for x in tensors if x._weights is not None]
-        if len(weights) not in (0, len(tensors)):
-            raise _error("tensors with and without weights", "all with or all without", "Give all of them weights.")
-        strides: tuple[tuple[int, ...], ...] | None = None
-        if any(x._strides is not None for x in tensors):
-            if any(x._strides is None for x in tensors):
-                raise _error("strides of two kinds", "all with stride_per_key_per_rank or none", "Give it to all.")
-            strides = tuple(by_rank for x in tensors for by_rank in x._strides or ())
-        elif not torch.compiler.is_compiling() and len({x.stride() for x in tensors}) > 1:
-            raise _error(f"strides {[x.stride() for x in tensors]}", "one stride", "Give strides per key.")
-        keys = tuple(key for x in tensors for key in x._keys)
+        strides = [x._strides for x in tensors if x._strides is not None]
+        for what, some in (("weights", weights), ("strides per key", strides)):
+            if len(some) not in (0, len(tensors)):
+                raise _error(f"{what} in {len(some)} of {len(tensors)} tensors", "all or none", "Give them to all.")
+        if not strides and len({x.stride() for x in tensors}) > 1:
+            raise _error(f"strides {[x.stride() for x in tensors]}", "one stride", "Give them strides per key.")
         return KeyedJaggedTensor._of(
-            keys,
+            tuple(key for x in tensors for key in x._keys),
             torch.cat([x._values for x in tensors]),
             torch.cat([x._lengths for x in tensors]),
             torch.cat(weights) if weights else None,
-            None if keys else first._stride,
-            strides,
+            tensors[0]._stride,
+            tuple(by_rank for of_one in strides for by_rank in of_one) if strides else None,
         )
 
     def keys(self) -> list[str]:
         """The F keys."""
         return list(self._keys)
-
-    def values(self) -> Tensor:
-        """(N,)."""
-        return self._values
-
-    def lengths(self) -> Tensor:
-        """(F*B,)."""
-        return self._lengths
-
-    def offsets(self) -> Tensor:
-        """(F*B+1,): where each list begins, and N."""
-        return _offsets(self._lengths)
-
-    def weights(self) -> Tensor:
-        """(N,).
-
-        Raises:
-            InputError: if there are none.
-        """
-        return _present(self._weights)
-
-    def weights_or_none(self) -> Tensor | None:
-        """(N,), or None."""
-        return self._weights
-
-    def device(self) -> torch.device:
-        """Where the values are."""
-        return self._values.device
 
     def variable_stride_per_key(self) -> bool:
         """Whether each key has a batch of its own."""
@@ -329,7 +234,7 @@ class KeyedJaggedTensor:
             InputError: if each key has a batch of its own.
         """
         if self._strides is not None:
-            raise _error("a batch for each key", "one for all keys", "Use stride_per_key().")
+            raise _error("a batch for each key", "one for all of them", "Use stride_per_key().")
         return self._lengths.size(0) // len(self._keys) if self._stride is None else self._stride
 
     def stride_per_key(self) -> list[int]:
@@ -339,7 +244,7 @@ class KeyedJaggedTensor:
         return [self.stride()] * len(self._keys)
 
     def stride_per_key_per_rank(self) -> list[list[int]]:
-        """For each key the samples of each rank they came from; empty if all keys share a stride."""
+        """For each key the samples of each rank that they came from; empty where all keys share a stride."""
         return [list(by_rank) for by_rank in self._strides or ()]
 
     def length_per_key(self) -> list[int]:
@@ -354,17 +259,17 @@ class KeyedJaggedTensor:
         return counts
 
     def to_dict(self) -> dict[str, JaggedTensor]:
-        """key -> its lists.
+        """key -> its lists. A host synchronisation.
 
         Raises:
             InputError: if a key stands twice.
         """
-        for key in self._keys:
-            self._place(key)
-        return dict(zip(self._keys, self._by_key(), strict=True))
+        places = [self._place(key) for key in self._keys]
+        by_key = self._by_key()
+        return {key: by_key[place] for key, place in zip(self._keys, places, strict=True)}
 
     def __getitem__(self, key: str) -> JaggedTensor:
-        """The lists of one key.
+        """The lists of one key. A host synchronisation.
 
         Raises:
             KeyError: if there is no such key.
@@ -376,165 +281,99 @@ class KeyedJaggedTensor:
         if key not in self._keys:
             raise KeyError(key)
         if self._keys.count(key) > 1:
-            raise _error(f"key {key!r} stands {self._keys.count(key)} times", "once", "Take it apart with split().")
+            raise _error(f"the key {key!r} stands {self._keys.count(key)} times", "once", "Use split() or permute().")
         return self._keys.index(key)
 
     def _by_key(self) -> list[JaggedTensor]:
-        counts = self.length_per_key()
-        lengths = self._lengths.split(self.stride_per_key())
-        weights = [None] * len(counts) if self._weights is None else self._weights.split(counts)
-        return [JaggedTensor(*parts) for parts in zip(self._values.split(counts), lengths, weights, strict=True)]
+        return [JaggedTensor(x._values, x._lengths, x._weights) for x in self.split([1] * len(self._keys))]
 
     def split(self, segments: Sequence[int]) -> list[KeyedJaggedTensor]:
-        """Consecutive keys: segments[i] of them in the i-th tensor.
+        """Consecutive keys, segments[i] of them in the i-th tensor. A host synchronisation.
 
         Raises:
             InputError: if the segments do not add up to the keys.
         """
         if sum(segments) != len(self._keys) or any(count < 0 for count in segments):
-            raise _error(
-                f"segments {list(segments)}", f"numbers that add up to {len(self._keys)} keys", "Correct them."
-            )
+            raise _error(f"segments {list(segments)}", f"a partition of {len(self._keys)} keys", "Correct them.")
+        ends = list(itertools.accumulate(segments))
+        spans = [slice(end - count, end) for count, end in zip(segments, ends, strict=True)]
         counts, strides = self.length_per_key(), self.stride_per_key()
-        spans, start = [], 0
-        for count in segments:
-            spans.append(slice(start, start + count))
-            start += count
-        values = self._values.split([sum(counts[span]) for span in spans])
+        num_values = [sum(counts[span]) for span in spans]
+        values = self._values.split(num_values)
+        weights = [None] * len(spans) if self._weights is None else self._weights.split(num_values)
         lengths = self._lengths.split([sum(strides[span]) for span in spans])
-        weights: Sequence[Tensor | None] = [None] * len(spans)
-        if self._weights is not None:
-            weights = self._weights.split([sum(counts[span]) for span in spans])
+        stride = None if self._strides is not None else self.stride()
         return [
             KeyedJaggedTensor._of(
-                self._keys[span],
-                values[place],
-                lengths[place],
-                weights[place],
-                self.stride() if self._strides is None and not self._keys[span] else None,
-                None if self._strides is None else self._strides[span],
+                self._keys[span], x, of_x, weight, stride, None if self._strides is None else self._strides[span]
             )
-            for place, span in enumerate(spans)
+            for span, x, of_x, weight in zip(spans, values, lengths, weights, strict=True)
         ]
 
     def permute(self, indices: Sequence[int]) -> KeyedJaggedTensor:
-        """The keys at these places, in this order. A place may be left out or stand twice.
+        """The keys at these places, in this order. One may be left out or stand twice, at a host synchronisation.
 
         Raises:
             InputError: if there is no such place.
         """
-        wrong = [index for index in indices if not 0 <= index < len(self._keys)]
+        wrong = [place for place in indices if not 0 <= place < len(self._keys)]
         if wrong:
             raise _error(f"place {wrong[0]}", f"places from 0 to {len(self._keys) - 1}", "Count the keys from 0.")
-        device = self._lengths.device
-        strides = self.stride_per_key()
+        device, strides = self._lengths.device, self.stride_per_key()
         order = torch.tensor(list(indices), dtype=torch.int64, device=device)
         sizes = torch.tensor(strides, dtype=torch.int64, device=device)
-        index = segment_index((sizes.cumsum(0) - sizes)[order], sizes[order], sum(strides[place] for place in indices))
         counts = segment_sums(self._lengths, sizes)
-        # A reordering keeps the number of values, so that the host need not ask for it.
         total = self._values.size(0)
         if sorted(indices) != list(range(len(self._keys))):
             by_key = self.length_per_key()
             total = sum(by_key[place] for place in indices)
-        places = segment_index((counts.cumsum(0) - counts)[order], counts[order], total)
+
+        def in_order(sizes: Tensor, total: int) -> Tensor:
+            return segment_index((sizes.cumsum(0) - sizes)[order], sizes[order], total)
+
+        places = in_order(counts, total)
         return KeyedJaggedTensor._of(
             tuple(self._keys[place] for place in indices),
             self._values.index_select(0, places),
-            self._lengths.index_select(0, index),
+            self._lengths.index_select(0, in_order(sizes, sum(strides[place] for place in indices))),
             None if self._weights is None else self._weights.index_select(0, places),
-            self.stride() if self._strides is None and not indices else None,
+            None if self._strides is not None else self.stride(),
             None if self._strides is None else tuple(self._strides[place] for place in indices),
         )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyedJaggedTensor:
-        """A copy on the device, or this very tensor's parts where they are there already."""
-        values, lengths, weights = (
-            None if x is None else x.to(device, non_blocking=non_blocking)
-            for x in (self._values, self._lengths, self._weights)
-        )
+        """On the device, with the same tensors where they are there already."""
+        values = self._values.to(device, non_blocking=non_blocking)
+        lengths = self._lengths.to(device, non_blocking=non_blocking)
+        weights = None if self._weights is None else self._weights.to(device, non_blocking=non_blocking)
         return KeyedJaggedTensor._of(self._keys, values, lengths, weights, self._stride, self._strides)
 
     def __repr__(self) -> str:
-        batch = f"batches {self.stride_per_key()}" if self._strides is not None else f"batch {self.stride()}"
-        head = f"{len(self._keys)} keys, {batch}, {_summary(self._values, self._weights)}"
-        if not self._keys or not _is_readable(self._values):
-            return f"KeyedJaggedTensor({head})"
-        offsets, start, lines = self.offsets().tolist(), 0, []
+        if not is_readable(self):
+            return f"KeyedJaggedTensor({', '.join(self._keys)}: {summary(self)})"
+        batch = f"batch {self.stride()}" if self._strides is None else f"batches {self.stride_per_key()}"
+        lines = [f"KeyedJaggedTensor({len(self._keys)} keys, {batch}, {summary(self)}"]
+        offsets, start = self.offsets().tolist(), 0
         for key, stride in zip(self._keys[:_SHOWN_KEYS], self.stride_per_key(), strict=False):
-            lines.append(f"  {key}: {_show(self._values, self._weights, offsets[start : start + stride + 1])}")
+            lines.append(f"  {key}: {show(self, offsets[start : start + stride + 1])}")
             start += stride
         if len(self._keys) > _SHOWN_KEYS:
             lines.append(f"  ... {len(self._keys) - _SHOWN_KEYS} more keys")
-        return "\n".join([f"KeyedJaggedTensor({head}", *lines]) + ")"
+        return "\n".join(lines) + ")"
 
 
 def _error(fact: str, expected: str, remedy: str) -> InputError:
-    return InputError(describe("KeyedJaggedTensor", fact, expected, remedy))
+    return error(KeyedJaggedTensor, fact, expected, remedy)
 
 
-def _given(x: Tensor | None) -> str:
-    return "left out" if x is None else "given"
-
-
-def _present(weights: Tensor | None) -> Tensor:
-    if weights is None:
-        raise _error("no weights", "some", "Use weights_or_none() where there may be none.")
-    return weights
-
-
-def _offsets(lengths: Tensor) -> Tensor:
-    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(lengths.dtype)
-
-
-def _is_readable(x: object) -> bool:
-    """False for tensors without data, in whose place a pytree may hold anything."""
-    plain = isinstance(x, Tensor) and not x.is_meta and not isinstance(x, torch._subclasses.FakeTensor)
-    return plain and not torch.compiler.is_compiling()
-
-
-def _summary(values: Tensor, weights: Tensor | None) -> str:
-    weighted = "" if weights is None else f", weights {_dtype(weights)}"
-    return f"{values.size(0)} values {_dtype(values)}{weighted}"
-
-
-def _dtype(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
-
-
-def _show(values: Tensor, weights: Tensor | None, offsets: list[int]) -> str:
-    """[1 2] [] [3], or with weights [1:0.5 2:1] [] [3:2]."""
-    texts = []
-    for start, end in itertools.pairwise(offsets[: _SHOWN + 1]):
-        shown = slice(start, min(end, start + _SHOWN))
-        ids = [str(value) for value in values[shown].tolist()]
-        if weights is not None:
-            ids = [f"{value}:{weight:g}" for value, weight in zip(ids, weights[shown].tolist(), strict=False)]
-        texts.append(f"[{' '.join(ids)}{' ...' if end - start > _SHOWN else ''}]")
-    more = len(offsets) - 1 - _SHOWN
-    return " ".join([*texts, f"... {more} more"] if more > 0 else texts)
-
-
-def _flatten_jagged(x: JaggedTensor) -> tuple[list[Any], None]:
-    return [x._values, x._lengths, x._weights], None
-
-
-def _unflatten_jagged(leaves: Iterable[Any], context: None) -> JaggedTensor:
-    return JaggedTensor(*leaves)
-
-
-def _flatten_keyed(x: KeyedJaggedTensor) -> tuple[list[Any], Any]:
+def _flatten(x: KeyedJaggedTensor) -> tuple[list[Any], Any]:
     return [x._values, x._lengths, x._weights], (x._keys, x._stride, x._strides)
 
 
-def _unflatten_keyed(leaves: Iterable[Any], context: Any) -> KeyedJaggedTensor:
+def _unflatten(leaves: Iterable[Any], context: Any) -> KeyedJaggedTensor:
     keys, stride, strides = context
-    return KeyedJaggedTensor._of(keys, *leaves, stride, strides)
+    values, lengths, weights = leaves
+    return KeyedJaggedTensor._of(keys, values, lengths, weights, stride, strides)
 
 
-pytree.register_pytree_node(
-    JaggedTensor, _flatten_jagged, _unflatten_jagged, serialized_type_name="autoshard.JaggedTensor"
-)
-pytree.register_pytree_node(
-    KeyedJaggedTensor, _flatten_keyed, _unflatten_keyed, serialized_type_name="autoshard.KeyedJaggedTensor"
-)
+pytree.register_pytree_node(KeyedJaggedTensor, _flatten, _unflatten, serialized_type_name="autoshard.KeyedJaggedTensor")

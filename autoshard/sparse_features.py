@@ -73,8 +73,6 @@ class SparseFeaturesAllToAll(nn.Module):
         device: the features go there before they are sent; by default they stay where they are.
         stagger: s puts the batches of the source ranks in the order 0, W/s, 2W/s, ..., 1, W/s+1, ...; W is a multiple
             of it.
-        equal_batches: a promise that all ranks have batches of one size. torch.compile then knows the shape of what
-            arrives but for the number of ids.
 
     Raises:
         InputError: on all ranks, for features per rank that do not fit the group, and in eager mode for lists that do
@@ -88,8 +86,6 @@ class SparseFeaturesAllToAll(nn.Module):
         id_score_list_features_per_rank: Sequence[int],
         device: torch.device | str | None = None,
         stagger: int = 1,
-        *,
-        equal_batches: bool = False,
     ) -> None:
         super().__init__()
         group = dist.group.WORLD if pg is None else pg
@@ -111,7 +107,6 @@ class SparseFeaturesAllToAll(nn.Module):
         self._device = None if device is None else torch.device(device)
         self._default_device = torch.device(group._device_types[0].type)
         self._stagger = stagger
-        self._equal_batches = equal_batches
         self._agreement = zlib.crc32(repr((self._features, stagger)).encode())
 
     def forward(self, sparse_features: SparseFeatures) -> SparseFeaturesAwaitable:
@@ -133,7 +128,6 @@ class SparseFeaturesAllToAll(nn.Module):
             group=self._group,
             device=device,
             agreement=self._agreement,
-            equal_batches=self._equal_batches,
             at=type(self).__name__,
         )
         keys = {}

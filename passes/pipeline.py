@@ -141,7 +141,7 @@ def _operand_shapes(call: Call) -> str:
     return f", {before} -> {after}"
 
 
-def _differentiable(scope: Scope, inputs: bool) -> frozenset[fx.Node]:
+def _differentiable(scope: Scope, inputs: bool) -> set[fx.Node]:
     """The nodes whose value carries a gradient: what depends on a trainable parameter and is not of integers.
 
     The inputs of a submodule are taken to carry one (`inputs`), the batch that goes into the whole model none. Used for
@@ -161,7 +161,7 @@ def _differentiable(scope: Scope, inputs: bool) -> frozenset[fx.Node]:
             carries = node.op == "placeholder" and (inputs or node in scope.parameters)
         if carries or any(source in found for source in node.all_input_nodes):
             found.add(node)
-    return frozenset(found)
+    return found
 
 
 def _requires_grad(module: torch.nn.Module, target: str) -> bool:
@@ -196,6 +196,7 @@ def shard_graph(
     ]
     for graph_pass in passes:
         graph_pass(graph_module)
+    symbol = _batch_symbol(graph_module)  # before fake tensors run: their guards may settle the size of the batch
     dims: dict[fx.Node, int] = {}
     for scope in scopes(graph_module, prefix):
         scope.graph_module.graph.lint()
@@ -203,7 +204,6 @@ def shard_graph(
         dims |= _sharded_dims(scope, context)
     if not context.ragged:  # sizes that travel have no value on fake tensors
         check_shapes(graph_module, dims, prefix)
-    symbol = _batch_symbol(graph_module)
     return [_in_batch(edit, symbol) for graph_pass in passes for edit in graph_pass.edits]
 
 

@@ -678,7 +678,7 @@ MODELS: dict[str, Model] = {
     "bags": Model(Bags, in_equal_parts(lambda rows, seed: (ids(rows, seed, 23, 3), dense(rows, seed, 3)))),
     "offset_bag": Model(OffsetBag, offset_bags),
     "hooked": Model(Hooked, _x, whole=False, exports=False),
-    "buffers": Model(Buffers, _x, whole=False),
+    "buffers": Model(Buffers, _x),
     "dict": Model(
         DictModel,
         in_equal_parts(lambda rows, seed: ({"dense": dense(rows, seed, 5), "ids": ids(rows, seed, 11, 2)},)),
@@ -719,7 +719,10 @@ MODELS: dict[str, Model] = {
     "untraceable_child_reader": Model(
         UntraceableChildReader, _ids, whole=False, replicated=frozenset({"tokens.weight", "layer.weight", "layer.bias"})
     ),
-    "aliased_child_reader": Model(AliasedChildReader, _ids, whole=False, replicated=frozenset({"tokens.weight"})),
+    # By which name a child goes is not known, so that every child's weight might be the one that is read.
+    "aliased_child_reader": Model(
+        AliasedChildReader, _ids, whole=False, replicated=frozenset({"tokens.weight", "layer.weight", "layer.bias"})
+    ),
     "batch_norm": Model(BatchNormed, _x, mixes_rows=True, modes=True),
     "dropout": Model(Dropped, _x, mixes_rows=True, whole=False, modes=True),
     "checkpoint": Model(Checkpointed, _ids, whole=False),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-import sympy
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
@@ -36,13 +35,11 @@ def said_and_seen(mesh: DeviceMesh, name: str, rows: int, replicated: bool) -> S
             assert value.is_number, (edit.parameter, item)
             said[item.direction, item.collective] += float(value)
     for direction in (FORWARD, BACKWARD):
-        totals = diff.bytes(direction)
-        assert sympy.simplify(totals.subs(B, rows)) == sum(v for (d, _), v in said.items() if d == direction)
+        assert float(diff.bytes(direction).subs(B, rows)) == sum(v for (d, _), v in said.items() if d == direction)
     run = torch.compile(sharded, backend="aot_eager", fullgraph=True)
     seen: Counter[tuple[str, str]] = Counter()
     with counter.counting() as calls:
         output = run(*inputs)
-    seen.update({})
     for call in calls:
         seen[FORWARD, call.kind] += call.bytes_sent
     with counter.counting() as calls:

@@ -15,6 +15,7 @@ Whole features, of several lists at once and with batches of any size, travel by
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -70,8 +71,8 @@ def recat(
     if batch_per_rank is None or len(set(batch_per_rank)) == 1:
         return order
     sizes = [batch for batch in batch_per_rank for _ in range(num_keys)]
-    starts = [sum(sizes[:place]) for place in range(len(sizes))]
-    return [index for place in order for index in range(starts[place], starts[place] + sizes[place])]
+    ends = list(itertools.accumulate(sizes))
+    return [index for place in order for index in range(ends[place] - sizes[place], ends[place])]
 
 
 def segment_index(starts: Tensor, sizes: Tensor, total: int) -> Tensor:
@@ -132,6 +133,6 @@ def wait(launched: Tensor, send: list[int]) -> Tensor:
 
 
 def finish(x: Tensor, launched: Tensor, receive: list[int], send: list[int], total: int, group: str) -> Tensor:
-    """What `launch` brings, with its gradient: the arguments are those of `launch`, `total` that of `exchange_jagged`."""
+    """What `launch` brings, with its gradient. The arguments are those of `exchange_jagged`."""
     torch._check(total <= sum(receive))
     return apply(_Exchange, x, launched, receive, send, total, group)

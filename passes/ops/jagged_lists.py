@@ -110,7 +110,6 @@ class Exchange:
         group: name of the process group.
         device: where the lists are.
         agreement: a number that stands for all that must be the same on all ranks.
-        equal_batches: whether all ranks have batches of one size; torch.compile then knows the shape of the lengths.
         at: for errors.
 
     Raises:
@@ -127,7 +126,6 @@ class Exchange:
         group: str,
         device: torch.device,
         agreement: int,
-        equal_batches: bool,
         at: str,
     ) -> None:
         world = len(next(iter(features.values())))
@@ -137,15 +135,15 @@ class Exchange:
         sent = sizes_message(lists, features, agreement, device)
         table = sent.table if world == 1 else all_to_all(sent.table, [1] * world, [1] * world, group)
         self._sizes = Sizes(table, sent.names)
-        self._weighted: dict[torch.dtype, list[str]] = {}
+        self._weighted: dict[torch.dtype, dict[str, Tensor]] = {}
         for name, x in lists.items():
             if x.weights is not None:
-                self._weighted.setdefault(x.weights.dtype, []).append(name)
-        self._counts, self._num_weights = self._read_sizes(sent, features, equal_batches, at)
+                self._weighted.setdefault(x.weights.dtype, {})[name] = x.weights
+        self._counts, self._num_weights = self._read_sizes(sent, features, at)
         self._data, self._weights = self._send(features, group)
 
     def _read_sizes(
-        self, sent: Sizes, features: Mapping[str, Sequence[int]], equal_batches: bool, at: str
+        self, sent: Sizes, features: Mapping[str, Sequence[int]], at: str
     ) -> tuple[dict[str, _Counts], list[int]]:
         """The one host synchronisation: the counts of each list, and how many weights of each dtype come."""
         column = self._sizes.column
@@ -162,14 +160,10 @@ class Exchange:
             *numbers, flat = _to_host([*vectors, self._sizes.table.flatten()])
             width = self._sizes.table.size(1)
             rows = [flat[start : start + width] for start in range(0, len(flat), width)]
-            check_sizes(rows, features, equal_batches, at)
-        world = len(self._order)
+            check_sizes(rows, features, at)
         counts = {}
         for place, (name, x) in enumerate(self._lists.items()):
             send_ids, receive_ids, receive_lengths, (num_lengths, num_ids, stride) = numbers[4 * place : 4 * place + 4]
-            if equal_batches and x.stride is not None:
-                receive_lengths = [x.stride * self._owned[name]] * world
-                num_lengths, stride = x.stride * self._owned[name] * world, x.stride * world
             send_lengths = sum_by_rank(x.strides, features[name])
             counts[name] = _Counts(send_lengths, send_ids, receive_lengths, receive_ids, num_lengths, num_ids, stride)
         return counts, [number for (number,) in numbers[4 * len(counts) :]]
@@ -189,8 +183,8 @@ class Exchange:
             ids[f"{name} ids"] = self._ids_part(name, x.values.to(wire))
         data = _Message(heads | ids, group) if ids else None
         weights = []
-        for names in self._weighted.values():
-            parts = {name: self._ids_part(name, self._lists[name].weights) for name in names}
+        for by_name in self._weighted.values():
+            parts = {name: self._ids_part(name, x) for name, x in by_name.items()}
             weights.append(_Message(parts, group))
         return data, weights
 

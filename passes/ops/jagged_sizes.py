@@ -110,13 +110,12 @@ def sizes_message(
     return Sizes(torch.cat(parts, 1), list(features))
 
 
-def check_sizes(table: list[list[int]], features: Mapping[str, Sequence[int]], equal_batches: bool, at: str) -> None:
+def check_sizes(table: list[list[int]], features: Mapping[str, Sequence[int]], at: str) -> None:
     """The lists of all ranks fit the features, themselves and one another.
 
     Args:
         table: the row that came from each rank; all but the columns for this destination are the same on all ranks.
         features: for each list how many features each rank owns.
-        equal_batches: whether all ranks must have one stride.
         at: for errors.
 
     Raises:
@@ -149,7 +148,7 @@ def check_sizes(table: list[list[int]], features: Mapping[str, Sequence[int]], e
         if not absent:
             for rank, row in enumerate(rows):
                 _check_row(row, per_rank, f"{at}, {name}, rank {rank}")
-            _check_together(rows, equal_batches, f"{at}, {name}")
+            _check_together(rows, f"{at}, {name}")
 
 
 def _check_row(row: dict[str, int], per_rank: Sequence[int], place: str) -> None:
@@ -173,14 +172,12 @@ def _check_row(row: dict[str, int], per_rank: Sequence[int], place: str) -> None
     raise InputError(describe(place, fact, expected, remedy))
 
 
-def _check_together(rows: list[dict[str, int]], equal_batches: bool, place: str) -> None:
+def _check_together(rows: list[dict[str, int]], place: str) -> None:
     named: dict[str, list[object]] = {
         "dtype of the ids": [ID_DTYPES[row["values_dtype"]] for row in rows],
         "dtype of the weights": [(*WEIGHT_DTYPES, None)[row["weights_dtype"]] for row in rows],
         "kind of stride": ["each key its own" if row["stride"] < 0 else "one for all keys" for row in rows],
     }
-    if equal_batches:
-        named["batch"] = [row["stride"] for row in rows]
     for what, found in named.items():
         if len(set(found)) > 1:
             listing = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(found))
@@ -189,7 +186,7 @@ def _check_together(rows: list[dict[str, int]], equal_batches: bool, place: str)
                     place,
                     f"the {what} differs between the ranks ({listing})",
                     "the same on all ranks",
-                    "Leave out equal_batches." if what == "batch" else "Give every rank its batch in the same form.",
+                    "Give every rank its batch in the same form.",
                 )
             )
 

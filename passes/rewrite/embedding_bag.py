@@ -65,6 +65,8 @@ def _in_bags(sandwich: Sandwich, x: Any) -> Any:
     node = sandwich.add(f"{x.name}_in_bags", lookup.in_bags, x, offsets, last)
     if "val" in x.meta:
         node.meta["val"] = x.meta["val"]
+    if x in sandwich.differentiable:
+        sandwich.differentiable.add(node)
     return node
 
 

@@ -54,7 +54,7 @@ class Sandwich:
     call: Call
     context: Context
     parameters: Mapping[str, torch.nn.Parameter]
-    differentiable: frozenset[fx.Node]
+    differentiable: set[fx.Node]
     traffic: list[Traffic] = dataclasses.field(default_factory=list)
 
     @property
@@ -208,6 +208,8 @@ class Sandwich:
         result, node = self.call.result, self.call.node
         if "val" in result.meta:
             out.meta["val"] = result.meta["val"]
+        if result in self.differentiable:
+            self.differentiable.add(out)
         result.replace_all_uses_with(out)
         for unused in [*node.users, node]:
             graph.erase_node(unused)
