@@ -99,7 +99,7 @@ def layer_regions(model: nn.Module, done: set[int], kept: dict[str, str]) -> Ite
 
 
 def _descend(module: nn.Module, path: str, regions: list[Region], kept: dict[str, str], seen: set[int]) -> None:
-    if id(module) in seen or next(module.parameters(), None) is None:
+    if id(module) in seen or not _may_hold_sites(module):
         return
     seen.add(id(module))
     inner: list[str] = []
@@ -117,6 +117,13 @@ def _descend(module: nn.Module, path: str, regions: list[Region], kept: dict[str
         inner = [name for name, _ in module.named_children()]
     for name in dict.fromkeys(inner):
         _descend(module.get_submodule(name), _join(path, name), regions, kept, seen)
+
+
+def _may_hold_sites(module: nn.Module) -> bool:
+    """False for torch's own modules without a layer inside, and for any without parameters."""
+    if type(module).__module__.startswith("torch.nn"):
+        return any(isinstance(inner, _LAYERS) for inner in module.modules())
+    return next(module.parameters(), None) is not None
 
 
 def _join(path: str, name: str) -> str:

@@ -67,7 +67,7 @@ def capture_export(model: nn.Module, example_inputs: Any) -> Capture:
     regions = _merge_modes(model, graphs)
     kept: dict[str, str] = {}
     layers = tuple(layer_regions(model, {id(model)}, kept))
-    sensitive = tuple(path for path, module in model.named_modules() if path and isinstance(module, MODE_SENSITIVE))
+    sensitive = tuple(path for path, module in model.named_modules() if path and _asks_mode(module))
     return Capture((*regions, *layers), kept, mode_sensitive=sensitive)
 
 
@@ -80,12 +80,17 @@ def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return items, {}
 
 
+def _asks_mode(module: nn.Module) -> bool:
+    """True for a module that may compute something else in training: some of torch's, and anybody's own."""
+    return isinstance(module, MODE_SENSITIVE) or not type(module).__module__.startswith("torch.nn")
+
+
 def _obstacle(model: nn.Module) -> str | None:
     """Why the model should not be exported, or None."""
     for path, module in model.named_modules():
         if path and has_hooks(module):
             return f"{path} has hooks, which would not run"
-        if isinstance(module, MODE_SENSITIVE) and module.training != model.training:
+        if _asks_mode(module) and module.training != model.training:
             return f"{path} is in another mode than the model"
     return None
 

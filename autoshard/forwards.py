@@ -89,6 +89,9 @@ class GraphForward:
         else:
             run = _by_mode(forwards, self.mode_sensitive)
 
+        if any("_set_grad_enabled" in source for source in self.sources.values()):
+            run = _restoring_grad_mode(run)
+
         @functools.wraps(original.forward)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return run(self, *args, **kwargs)
@@ -287,6 +290,16 @@ def _by_mode(forwards: Mapping[bool | None, Callable[..., Any]], mode_sensitive:
         return forwards[self.training](self, *args, **kwargs)
 
     return run
+
+
+def _restoring_grad_mode(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, for a graph with a region of another grad mode: an error inside of the region must not leave that mode on."""
+
+    def restoring(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with torch.set_grad_enabled(torch.is_grad_enabled()):
+            return run(self, *args, **kwargs)
+
+    return restoring
 
 
 def _mode(training: bool) -> str:

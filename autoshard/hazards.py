@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import logging
 import sys
 import sysconfig
 import textwrap
@@ -32,6 +33,7 @@ _TRUSTED = (
     str(Path(__file__).parent),
 )
 
+_LOGGING = str(Path(logging.__file__).parent)
 # What torch itself runs while it captures.
 _DEPENDENCIES = (
     "sympy",
@@ -65,14 +67,14 @@ class Recorder:
         del self._outermost
 
     def _see(self, frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and _is_user_code(frame.f_code) and not self._importing(frame):
+        if event == "call" and _is_user_code(frame.f_code) and not self._beside(frame):
             self.executed.append((frame.f_code, frame.f_globals))
 
-    def _importing(self, frame: FrameType | None) -> bool:
-        """True below an import, which torch does late while it traces."""
+    def _beside(self, frame: FrameType | None) -> bool:
+        """True below an import, which torch does late while it traces, and below a log message."""
         while frame is not None and frame is not self._outermost:
             code = frame.f_code
-            if code.co_name == "<module>" or code.co_filename.startswith("<frozen importlib"):
+            if code.co_name == "<module>" or code.co_filename.startswith(("<frozen importlib", _LOGGING)):
                 return True
             frame = frame.f_back
         return False

@@ -18,7 +18,7 @@ from torch import fx, nn
 from torch.fx.passes.infra.pass_base import PassResult
 
 from passes.graph_pass import GraphPass
-from passes.sites import EMBEDDING, EMBEDDING_BAG, LAYER_TYPES, LINEAR, Call, match, scopes
+from passes.sites import EMBEDDING, EMBEDDING_BAG, LAYER_TYPES, LINEAR, Call, match, plain_layer, scopes
 
 
 class InlineLayers(GraphPass):
@@ -29,7 +29,7 @@ class InlineLayers(GraphPass):
         for scope in scopes(graph_module):
             for node in scope.graph_module.graph.find_nodes(op="call_module"):
                 layer = scope.graph_module.get_submodule(str(node.target))
-                if type(layer) in LAYER_TYPES:
+                if plain_layer(layer) is not None:
                     _inline(node, layer, scope.graph_module)
                     modified = True
         return PassResult(graph_module, modified)

@@ -152,8 +152,8 @@ LAYER_TYPES: dict[type[nn.Module], str] = {
 }
 
 
-# Operators that run the nested graph they are handed, once and on every rank. Others (a condition, a loop) may run it on
-# some ranks only, whose collectives would then wait for the others': what is inside of them is no site.
+# Operators that run the nested graph they are handed, once and on every rank. Others (a condition, a loop) may run it
+# on some ranks only, whose collectives would then wait for the others': what is inside of them is no site.
 _TRANSPARENT = frozenset(
     getattr(torch.ops.higher_order, name)
     for name in (
@@ -308,7 +308,7 @@ def _site_of(node: fx.Node, scope: Scope) -> Site | None:
 def _layer_site(node: fx.Node, scope: Scope) -> Site | None:
     """The site of a layer that stands in the graph as a module."""
     layer = scope.graph_module.get_submodule(str(node.target))
-    op = LAYER_TYPES.get(type(layer))
+    op = plain_layer(layer)
     if op is None:
         return None
     path = f"{scope.prefix}.{node.target}" if scope.prefix else str(node.target)
@@ -376,6 +376,12 @@ def nested_call_users(graph_module: fx.GraphModule) -> frozenset[fx.Node]:
 
 
 _TRACERS = ("/torch/", "/autoshard/capture.py")
+
+
+def plain_layer(module: nn.Module) -> str | None:
+    """The op that a torch layer is, None for another module or one whose hooks do more than its forward."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return None if any(hooks) else LAYER_TYPES.get(type(module))
 
 
 def module_path(node: fx.Node) -> str:
