@@ -293,7 +293,7 @@ def _by_mode(forwards: Mapping[bool | None, Callable[..., Any]], mode_sensitive:
 
 
 def _restoring_grad_mode(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run`, for a graph with a region of another grad mode: an error inside of the region must not leave that mode on."""
+    """`run`, for a graph with a region of another grad mode, which an error inside must not leave on."""
 
     def restoring(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with torch.set_grad_enabled(torch.is_grad_enabled()):

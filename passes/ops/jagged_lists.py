@@ -5,7 +5,8 @@
     weights               an all_to_all for all lists whose weights are of one dtype, the only one with a gradient
 
 Lengths alone could be received only by a rank that knows the sender's batch, so that unequal batches would need one
-more collective. With the sizes ahead, lengths and ids share the second.
+more collective. With the sizes ahead, lengths and ids share the second: as int64 if some list has such ids, and else as
+int32.
 """
 
 from __future__ import annotations

@@ -361,8 +361,8 @@ def _scale_gradient(x: Tensor, group: str, reduction: str) -> Tensor:
 
 
 def as_matrix(columns: Tensor) -> Tensor:
-    """(..., d) -> (rows, d); `reshape(-1, d)` cannot infer the rows where d is 0."""
-    return columns.flatten(0, -2)
+    """(..., d) -> (rows, d), (d,) -> (1, d); `reshape(-1, d)` cannot infer the rows where d is 0."""
+    return columns.unsqueeze(0) if columns.dim() == 1 else columns.flatten(0, -2)
 
 
 def apply(function: type[Function], *args: Any) -> Tensor:
