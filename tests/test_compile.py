@@ -52,8 +52,23 @@ def compiled_steps(mesh: DeviceMesh, name: str, examples: bool, sizes: list[int]
     return Compiled(graphs, sum(counters["graph_break"].values()), worst)
 
 
-@pytest.mark.parametrize("examples", [False, True], ids=["fx", "export"])
-@pytest.mark.parametrize("model", ["mlp", "two_tower", "dlrm", "transformer"])
+# Minutes on two cores, and the same machinery: in `make test` the export ladder compiles the two small models.
+_LARGE = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("model", "examples"),
+    [
+        ("mlp", False),
+        ("mlp", True),
+        ("two_tower", False),
+        ("two_tower", True),
+        ("dlrm", False),
+        pytest.param("dlrm", True, marks=_LARGE),
+        ("transformer", False),
+        pytest.param("transformer", True, marks=_LARGE),
+    ],
+)
 def test_inductor_compiles_one_full_graph_and_no_more_after_the_second_size(
     pool: Pool, model: str, examples: bool
 ) -> None:

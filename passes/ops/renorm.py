@@ -46,9 +46,9 @@ def renorm(parameter: Tensor, ids: Tensor, max_norm: float, norm_type: float, gr
         ids = ids.flatten().long()
         rows = weight[ids].to(norm_dtype(weight.dtype))
         norms = _norms(rows, norm_type, group)
-        norms = norms.double()  # torch's kernel takes the scale in double, too
+        norms = norms.double()  # torch's kernel takes the scale in double, and rounds it to the weight's dtype
         scale = torch.where(norms > max_norm, max_norm / (norms + 1e-7), torch.ones_like(norms))
-        weight.index_put_((ids,), (rows * scale.to(rows.dtype).unsqueeze(1)).to(weight.dtype))
+        weight.index_put_((ids,), (rows * scale.to(weight.dtype).unsqueeze(1)).to(weight.dtype))
     return parameter
 
 
