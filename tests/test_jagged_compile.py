@@ -15,6 +15,8 @@ from torch.utils import _pytree as pytree
 from autoshard import KeyedJaggedTensor, SparseFeatures, SparseFeaturesAllToAll
 from tests.pool import Pool
 
+pytestmark = pytest.mark.slow  # Inductor on every case: minutes on two cores
+
 
 def features(names: list[str], seed: int, batches: list[int], weights: torch.dtype | None) -> KeyedJaggedTensor:
     generator = torch.Generator().manual_seed(seed)
