@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from autoshard.jagged_tensor import Jagged, JaggedTensor, error, is_readable, show, summary
+from autoshard.jagged_tensor import Jagged, JaggedTensor, error, is_readable, show, summary, with_paths
 from passes.errors import InputError
 from passes.ops.jagged import segment_index, segment_sums
 
@@ -199,7 +199,8 @@ class KeyedJaggedTensor(Jagged):
         """The keys of all, one tensor after the other.
 
         Raises:
-            InputError: if there is none, if only some have weights or strides per key, or if their strides differ.
+            InputError: if there is none, if only some have weights or strides per key, or, in eager mode, if the
+                strides differ.
         """
         if not tensors:
             raise _error("no tensor to concatenate", "at least one", "Leave it out.")
@@ -208,7 +209,8 @@ class KeyedJaggedTensor(Jagged):
         for what, some in (("weights", weights), ("strides per key", strides)):
             if len(some) not in (0, len(tensors)):
                 raise _error(f"{what} in {len(some)} of {len(tensors)} tensors", "all or none", "Give them to all.")
-        if not strides and len({x.stride() for x in tensors}) > 1:
+        # The compiler may know no stride; it also makes a constant of what it is asked about.
+        if not strides and not torch.compiler.is_compiling() and len({x.stride() for x in tensors}) > 1:
             raise _error(f"strides {[x.stride() for x in tensors]}", "one stride", "Give them strides per key.")
         return KeyedJaggedTensor._of(
             tuple(key for x in tensors for key in x._keys),
@@ -370,10 +372,21 @@ def _flatten(x: KeyedJaggedTensor) -> tuple[list[Any], Any]:
     return [x._values, x._lengths, x._weights], (x._keys, x._stride, x._strides)
 
 
+def _flatten_with_paths(x: KeyedJaggedTensor) -> tuple[list[tuple[pytree.KeyEntry, Any]], Any]:
+    leaves, context = _flatten(x)
+    return with_paths(leaves), context
+
+
 def _unflatten(leaves: Iterable[Any], context: Any) -> KeyedJaggedTensor:
     keys, stride, strides = context
     values, lengths, weights = leaves
     return KeyedJaggedTensor._of(keys, values, lengths, weights, stride, strides)
 
 
-pytree.register_pytree_node(KeyedJaggedTensor, _flatten, _unflatten, serialized_type_name="autoshard.KeyedJaggedTensor")
+pytree.register_pytree_node(
+    KeyedJaggedTensor,
+    _flatten,
+    _unflatten,
+    serialized_type_name="autoshard.KeyedJaggedTensor",
+    flatten_with_keys_fn=_flatten_with_paths,
+)

@@ -105,12 +105,28 @@ def show(x: Jagged, offsets: list[int]) -> str:
     return " ".join([*texts, f"... {left_out} more"] if left_out > 0 else texts)
 
 
+def with_paths(leaves: list[Any]) -> list[tuple[pytree.KeyEntry, Any]]:
+    """The leaves of a pytree node, named for torch.export."""
+    return list(zip(map(pytree.GetAttrKey, ("values", "lengths", "weights")), leaves, strict=True))
+
+
 def _flatten(x: JaggedTensor) -> tuple[list[Any], None]:
     return [x._values, x._lengths, x._weights], None
+
+
+def _flatten_with_paths(x: JaggedTensor) -> tuple[list[tuple[pytree.KeyEntry, Any]], None]:
+    leaves, context = _flatten(x)
+    return with_paths(leaves), context
 
 
 def _unflatten(leaves: Iterable[Any], context: None) -> JaggedTensor:
     return JaggedTensor(*leaves)
 
 
-pytree.register_pytree_node(JaggedTensor, _flatten, _unflatten, serialized_type_name="autoshard.JaggedTensor")
+pytree.register_pytree_node(
+    JaggedTensor,
+    _flatten,
+    _unflatten,
+    serialized_type_name="autoshard.JaggedTensor",
+    flatten_with_keys_fn=_flatten_with_paths,
+)

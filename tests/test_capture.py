@@ -462,7 +462,7 @@ def test_an_odd_model_trains_as_in_one_process(pool: Pool, name: str, examples: 
 def test_dropout_and_batch_norm_follow_the_mode_after_capture(
     pool: Pool, examples: bool, training: bool, capture_training: bool
 ) -> None:
-    for name in ("batch_norm", "dropout", "encoder"):
+    for name in ("batch_norm", "dropout"):
         setting = Setting(
             name, examples=examples, by_rank=True, training=training, capture_training=capture_training, steps=1
         )

@@ -18,7 +18,9 @@ torchrec = pytest.importorskip("torchrec")
 CASES = 40
 
 
-def random_tensor(draw: random.Random, names: list[str], batches: list[int], by_key: bool, weights: Any) -> Any:
+def random_tensor(
+    draw: random.Random, names: list[str], batches: list[int], by_key: bool, weights: Any, lengths_dtype: torch.dtype
+) -> KeyedJaggedTensor:
     """One of ours, its values all different."""
     lengths = [draw.choice((0, 0, 1, 2, 7)) for batch in batches for _ in range(batch)]
     values = torch.arange(sum(lengths)) + draw.randrange(10**6) * 1000
@@ -26,7 +28,7 @@ def random_tensor(draw: random.Random, names: list[str], batches: list[int], by_
         names,
         values,
         None if weights is None else torch.rand(len(values), dtype=weights),
-        torch.tensor(lengths, dtype=draw.choice((torch.int32, torch.int64))),
+        torch.tensor(lengths, dtype=lengths_dtype),
         stride_per_key_per_rank=[[batch] for batch in batches] if by_key else None,
         stride=None if by_key else batches[0],
     )
@@ -44,13 +46,14 @@ def differences(mesh: DeviceMesh, stagger: int) -> list[str]:
         per_rank = [draw.randint(0, 3) for _ in range(world)]
         per_rank[draw.randrange(world)] += 1
         weights = draw.choice((None, torch.float32, torch.float64))
+        lengths_dtype = draw.choice((torch.int32, torch.int64))
         by_key, equal = case % 4 == 3, case % 4 == 0
         batch = draw.randint(0, 4)
         own = random.Random(f"{world} {stagger} {case} {rank}")
         batch = batch if equal else own.randint(0, 4)
         names = [f"key{place}" for place in range(sum(per_rank))]
         batches = [own.randint(0, 4) if by_key else batch for _ in names]
-        x = random_tensor(own, names, batches, by_key, weights)
+        x = random_tensor(own, names, batches, by_key, weights, lengths_dtype)
 
         theirs = KJTAllToAll(mesh.get_group(), per_rank, stagger)(x.to_torchrec()).wait().wait()
         none = [0] * world
