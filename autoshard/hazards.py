@@ -12,6 +12,7 @@ import ast
 import functools
 import inspect
 import logging
+import os
 import sys
 import sysconfig
 import textwrap
@@ -27,10 +28,10 @@ _MODE_QUESTIONS = frozenset(
     {"training", "is_grad_enabled", "is_autocast_enabled", "is_tensor", "is_inference_mode_enabled"}
 )
 _OUTSIDE_STATE = frozenset({"random", "time", "datetime", "numpy", "os"})
-_TRUSTED = (
-    str(Path(torch.__file__).parent),
-    sysconfig.get_paths()["stdlib"],
-    str(Path(__file__).parent),
+# Folders, with the separator behind them: torchrec is not below torch.
+_TRUSTED = tuple(
+    os.path.join(folder, "")
+    for folder in (Path(torch.__file__).parent, sysconfig.get_paths()["stdlib"], Path(__file__).parent)
 )
 
 _LOGGING = str(Path(logging.__file__).parent)
@@ -43,6 +44,7 @@ _DEPENDENCIES = (
     "markupsafe",
     "filelock",
     "fsspec",
+    "torchgen",
     "typing_extensions",
     "numpy",
 )
@@ -80,20 +82,23 @@ class Recorder:
         return False
 
 
-@functools.cache
 def _is_user_code(code: CodeType) -> bool:
-    file = code.co_filename
+    return not code.co_name.startswith("<") and _is_user_file(code.co_filename)
+
+
+@functools.cache
+def _is_user_file(file: str) -> bool:
     inside = file.partition("site-packages/")[2]
-    if (not inside and file.startswith(_TRUSTED[1])) or inside.startswith(_DEPENDENCIES):
+    library = inside.partition("/")[0].removesuffix(".py")
+    if (not inside and file.startswith(_TRUSTED[1])) or library in _DEPENDENCIES:
         return False
-    trusted = file.startswith((_TRUSTED[0], _TRUSTED[2], "<"))
-    return not trusted and not code.co_name.startswith("<")
+    return not file.startswith((_TRUSTED[0], _TRUSTED[2], "<"))
 
 
 def find(executed: list[Executed]) -> str | None:
     """The first hazard for a trace with proxies in these functions as `file:line: what`, or None."""
     for code, namespace in executed:
-        hazard = _hazard(code, _judge) or find_effect([(code, namespace)])
+        hazard = _hazard(code, code.co_filename, _judge) or find_effect([(code, namespace)])
         if hazard is not None:
             return hazard
     return None
@@ -102,7 +107,7 @@ def find(executed: list[Executed]) -> str | None:
 def find_effect(executed: list[Executed]) -> str | None:
     """The first effect or outside state in these functions, which no graph holds, as `file:line: what`; or None."""
     for code, namespace in executed:
-        hazard = _hazard(code, _judge_effect) or _outside_state(code, namespace)
+        hazard = _hazard(code, code.co_filename, _judge_effect) or _outside_state(code, namespace)
         if hazard is not None:
             return hazard
     return None
@@ -117,15 +122,16 @@ def _outside_state(code: CodeType, namespace: dict[str, Any]) -> str | None:
 
 
 @functools.cache
-def _hazard(code: CodeType, judge: Callable[[ast.AST], str | None]) -> str | None:
+def _hazard(code: CodeType, file: str, judge: Callable[[ast.AST], str | None]) -> str | None:
+    """`file` is that of the code: equal code of two files is one key."""
     function = parse(code)
     if function is None:
-        return f"{code.co_filename}:{code.co_firstlineno}: the source of {code.co_name} cannot be read"
+        return f"{file}:{code.co_firstlineno}: the source of {code.co_name} cannot be read"
     for node in ast.walk(function):
         what = judge(node)
         if what is not None:
             line = code.co_firstlineno + getattr(node, "lineno", 1) - 1
-            return f"{code.co_filename}:{line}: {what}"
+            return f"{file}:{line}: {what}"
     return None
 
 

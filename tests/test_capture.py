@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import linecache
 import logging
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,6 +160,30 @@ def test_a_reason_names_the_line_of_the_code(name: str, line: str) -> None:
     assert line in open(file).readlines()[int(number) - 1]
 
 
+class Borrowing(nn.Module):
+    """Calls a function of some library on its input."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(self.function(x))
+        return out
+
+
+@pytest.mark.parametrize("library", ["torchother", "numpyother"])
+def test_a_library_with_a_name_that_begins_like_that_of_torch_is_read_too(library: str) -> None:
+    source = "def prepare(x):\n    return 0 if x is None else x\n"
+    file = str(Path(torch.__file__).parent.parent / library / "prepare.py")
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    namespace: dict[str, Any] = {}
+    exec(compile(source, file, "exec"), namespace)
+    found = capture(Borrowing(namespace["prepare"]))
+    assert found.kept[""] == f"{file}:2: asks `x is None` of a value"
+
+
 def test_a_model_that_export_refuses_goes_down_the_ladder_with_a_note() -> None:
     case = MODELS["hooked"]
     found = captured(case.make(), "export", case)
@@ -214,7 +240,7 @@ def test_graphs_compute_what_the_model_computes_in_both_modes(
         assert difference(original, model, case.one_batch(5, 3)) <= 1e-13, training
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "dlrm"])
+@pytest.mark.parametrize("name", MODELS)
 def test_an_exported_graph_takes_every_batch_size(name: str) -> None:
     case = MODELS[name]
     original = case.make().eval()
