@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from autoshard import forwards, parameters
+from autoshard import forwards, parameters, torchrec_modules
 from autoshard.agreement import agree
 from autoshard.capture import Capture, capture
 from autoshard.diff import GraphDiff, RegionDiff, readable_code
@@ -243,6 +243,7 @@ def _check_arguments(model: nn.Module, settings: Settings) -> None:
     for path, module in model.named_modules():
         _check_module(path or "the model", module)
     check_initialisable(model)
+    torchrec_modules.require_ragged(model, settings.ragged or not settings.batch_sharded)
 
 
 def _check_module(path: str, module: nn.Module) -> None:

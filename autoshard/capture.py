@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
-from autoshard import hazards
+from autoshard import hazards, torchrec_modules
 from passes.sites import LAYER_TYPES, find_sites
 
 _LAYERS = tuple(LAYER_TYPES)
@@ -137,6 +137,9 @@ def trace(module: nn.Module) -> tuple[fx.GraphModule | None, str, dict[str, str]
         The graph, or None where the module has to stay as it is; the reason why; and path -> reason for the submodules
         that stand in the graph as they are.
     """
+    own = torchrec_modules.graph_of(module)
+    if own is not None:
+        return fx.GraphModule(module, own, type(module).__name__), "", {}
     tracer = _Tracer()
     try:
         with unchanged(module):
@@ -177,7 +180,7 @@ class _Tracer(fx.Tracer):
             return super().trace(root, concrete_args)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if has_hooks(m):
+        if has_hooks(m) or torchrec_modules.is_collection(m):
             return True
         if type(m) in _LAYERS or isinstance(m, (nn.Sequential, fx.GraphModule)):
             return False

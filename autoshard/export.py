@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from autoshard import hazards
+from autoshard import hazards, torchrec_modules
 from autoshard.capture import (
     Capture,
     Region,
@@ -90,6 +90,8 @@ def _obstacle(model: nn.Module) -> str | None:
     for path, module in model.named_modules():
         if path and has_hooks(module):
             return f"{path} has hooks, which would not run"
+        if torchrec_modules.is_collection(module):
+            return f"{path or 'it'} is a TorchRec {type(module).__name__}, whose features are ragged"
         if _asks_mode(module) and module.training != model.training:
             return f"{path} is in another mode than the model"
     return None
