@@ -46,17 +46,17 @@ OPTIMIZERS = {
 class DLRM(nn.Module):
     """Deep learning recommendation model (Naumov et al., 2019) with dot interaction.
 
-    counts (B, 13) and ids (B, 26) -> logits (B,). The counts become one vector of `dim` features,
-    each id another; the top layers see the first one and the dot products of all pairs of the 27.
+    counts (B, 13) and ids (B, tables) -> logits (B,). The counts become one vector of `dim` features,
+    each id another; the top layers see the first one and the dot products of all pairs of them.
     """
 
-    def __init__(self, rows: int, dim: int) -> None:
+    def __init__(self, rows: int, dim: int, tables: int = len(CATEGORIES)) -> None:
         super().__init__()
         self.bottom = nn.Sequential(nn.Linear(len(COUNTS), 64), nn.ReLU(), nn.Linear(64, dim), nn.ReLU())
-        self.tables = nn.ModuleList(nn.EmbeddingBag(rows, dim, mode="sum") for _ in CATEGORIES)
+        self.tables = nn.ModuleList(nn.EmbeddingBag(rows, dim, mode="sum") for _ in range(tables))
         for table in self.tables:
             nn.init.uniform_(table.weight, -1 / math.sqrt(dim), 1 / math.sqrt(dim))
-        vectors = 1 + len(CATEGORIES)
+        vectors = 1 + tables
         first, second = torch.tril_indices(vectors, vectors, offset=-1)
         self.register_buffer("first", first)
         self.register_buffer("second", second)

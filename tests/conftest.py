@@ -13,3 +13,8 @@ def pool() -> Iterator[Pool]:
     pool = Pool()
     yield pool
     pool.close()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fuzz-cases", type=int, help="how many random cases to run; a few by default")
+    parser.addoption("--fuzz-seed", type=int, default=0, help="where the random cases begin")

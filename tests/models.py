@@ -76,11 +76,11 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """tokens (B, 5) -> logits (B, 5, 19)."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 2) -> None:
         super().__init__()
         self.tokens = nn.Embedding(19, 8)
         self.positions = nn.Parameter(torch.randn(5, 8) / 4)
-        self.blocks = nn.ModuleList(Block(8, 2) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(8, 2) for _ in range(blocks))
         self.norm = nn.LayerNorm(8)
         self.head = nn.Linear(8, 19)
 
@@ -99,8 +99,8 @@ def build_even_mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 8))
 
 
-def build_dlrm() -> nn.Module:
-    return dlrm.DLRM(rows=30, dim=6)
+def build_dlrm(tables: int = 5) -> nn.Module:
+    return dlrm.DLRM(rows=30, dim=6, tables=tables)
 
 
 # ---------------------------------------------------------------- single layers, for bit equality
@@ -671,7 +671,7 @@ MODELS: dict[str, Model] = {
         TwoTower, in_equal_parts(lambda rows, seed: (ids(rows, seed, 50), ids(rows, seed + 1000, 40, 3)))
     ),
     "dlrm": Model(
-        build_dlrm, in_equal_parts(lambda rows, seed: (dense(rows, seed, 13), ids(rows, seed + 1000, 30, 26)))
+        build_dlrm, in_equal_parts(lambda rows, seed: (dense(rows, seed, 13), ids(rows, seed + 1000, 30, 5)))
     ),
     "transformer": Model(Transformer, in_equal_parts(lambda rows, seed: (ids(rows, seed, 19, 5),))),
     "lookup": Model(Lookup, in_equal_parts(lambda rows, seed: (ids(rows, seed, 23, 3),))),
@@ -732,6 +732,20 @@ MODELS: dict[str, Model] = {
     "functional": Model(Functional, _ids),
     "uncalled": Model(UncalledLayer, _x),
 }
+
+# For the tests that compile: a smaller model, and the DLRM of the example.
+SIZED = {
+    "one_block": Model(lambda: Transformer(1), MODELS["transformer"].split),
+    "criteo": Model(
+        lambda: build_dlrm(26),
+        in_equal_parts(lambda rows, seed: (dense(rows, seed, 13), ids(rows, seed + 1000, 30, 26))),
+    ),
+}
+
+
+def model_of(name: str) -> Model:
+    return SIZED[name] if name in SIZED else MODELS[name]
+
 
 CORE = ("mlp", "two_tower", "dlrm", "transformer")
 ODD = tuple(name for name in MODELS if name not in CORE)

@@ -13,7 +13,7 @@ from autoshard import autoshard, graph_diff
 from passes.traffic import BACKWARD, FORWARD, B, W
 from tests.compare import loss_of
 from tests.counting import counting_mesh
-from tests.models import MODELS
+from tests.models import model_of
 from tests.pool import Pool
 
 Seen = tuple[dict[tuple[str, str], float], dict[tuple[str, str], float]]
@@ -22,7 +22,7 @@ Seen = tuple[dict[tuple[str, str], float], dict[tuple[str, str], float]]
 def said_and_seen(mesh: DeviceMesh, name: str, rows: int, replicated: bool) -> Seen:
     """(direction, collective) -> bytes: what the diff says of all ranks, and what this rank's group counted."""
     counted, counter = counting_mesh(mesh)
-    case = MODELS[name]
+    case = model_of(name)
     world, rank = (1, 0) if replicated else (mesh.size(), mesh.get_local_rank())
     inputs = case.split(world, rows, 0)[0][rank]
     placement = Replicate() if replicated else Shard(0)
@@ -61,12 +61,12 @@ def require_said_is_seen(pool: Pool, model: str, world_size: int, rows: int, rep
 
 @pytest.mark.parametrize("replicated", [False, True], ids=["batch-sharded", "replicated"])
 @pytest.mark.parametrize(("world_size", "rows"), [(2, 6), (4, 3)])
-@pytest.mark.parametrize("model", [pytest.param("dlrm", marks=pytest.mark.slow), "mlp", "two_tower"])
+@pytest.mark.parametrize("model", ["dlrm", "mlp", "two_tower"])
 def test_the_bytes_of_a_summary_are_those_on_the_wire(
     pool: Pool, model: str, world_size: int, rows: int, replicated: bool
 ) -> None:
     require_said_is_seen(pool, model, world_size, rows, replicated)
 
 
-def test_the_bytes_of_the_dlrm_are_those_on_the_wire(pool: Pool) -> None:
-    require_said_is_seen(pool, "dlrm", 2, 5, replicated=False)
+def test_the_bytes_of_the_example_are_those_on_the_wire(pool: Pool) -> None:
+    require_said_is_seen(pool, "criteo", 2, 5, replicated=False)

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard import autoshard
 from tests.compare import loss_of, tensors, whole
-from tests.models import MODELS, relative
+from tests.models import model_of, relative
 from tests.pool import Pool
 
 
@@ -26,7 +26,7 @@ class Compiled:
 
 def compiled_steps(mesh: DeviceMesh, name: str, examples: bool, sizes: list[int]) -> Compiled:
     torch._dynamo.utils.counters.clear()
-    case = MODELS[name]
+    case = model_of(name)
     world, rank = mesh.size(), mesh.get_local_rank()
     original = case.make()
     example = case.split(world, 3, 0)[0][rank] if examples else None
@@ -52,7 +52,7 @@ def compiled_steps(mesh: DeviceMesh, name: str, examples: bool, sizes: list[int]
     return Compiled(graphs, sum(counters["graph_break"].values()), worst)
 
 
-# Minutes on two cores, and the same machinery: in `make test` the export ladder compiles the two small models.
+# Minutes on two cores, and the same machinery: in `make test` the export ladder compiles the smallest model.
 _LARGE = pytest.mark.slow
 
 
@@ -62,10 +62,12 @@ _LARGE = pytest.mark.slow
         ("mlp", False),
         ("mlp", True),
         ("two_tower", False),
-        ("two_tower", True),
+        pytest.param("two_tower", True, marks=_LARGE),
         ("dlrm", False),
         pytest.param("dlrm", True, marks=_LARGE),
-        ("transformer", False),
+        pytest.param("criteo", False, marks=_LARGE),
+        ("one_block", False),
+        pytest.param("transformer", False, marks=_LARGE),
         pytest.param("transformer", True, marks=_LARGE),
     ],
 )

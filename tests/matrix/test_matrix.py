@@ -46,6 +46,10 @@ def options() -> Iterator[tuple[str, Case]]:
             yield ("slow" if option == "ragged" and case.world > 2 and place % 2 else option), case
 
 
+def compiled_cases() -> Iterator[tuple[str, Case]]:
+    yield from (("slow" if place % 2 else "compiled", case) for place, case in enumerate(cases.COMPILED))
+
+
 def inductor_cases() -> Iterator[tuple[str, Case]]:
     """On more than two ranks two cores compile for minutes."""
     yield from (("inductor" if case.world == 2 else "slow", case) for case in cases.INDUCTOR)
@@ -84,7 +88,7 @@ def test_sharded_equals_one_process(pool: Pool, matrix_count: dict[str, int], re
     check(pool, matrix_count, request_cases)
 
 
-@pytest.mark.parametrize("request_cases", requests(("compiled", case) for case in cases.COMPILED))
+@pytest.mark.parametrize("request_cases", requests(compiled_cases()))
 def test_one_compiled_graph_equals_one_process(
     pool: Pool, matrix_count: dict[str, int], request_cases: tuple[Case, ...]
 ) -> None:
@@ -102,4 +106,5 @@ def test_matrix_is_as_large_as_promised() -> None:
     assert len(set(everything)) == len(everything)
     assert len(quick) >= 1500
     assert len(cases.COMPILED) >= 150
+    assert sum(name != "slow" for name, _ in compiled_cases()) >= 75
     assert sum(name != "slow" for name, _ in inductor_cases()) >= 20
