@@ -17,13 +17,14 @@ from passes.errors import (
     PlanError,
     RewriteError,
 )
-from passes.plan import PlanRow, ShardingPlan
+from passes.plan import Colwise, PlanRow, ShardingPlan
 
 __all__ = [
     "AgreementError",
     "AutoshardError",
     "CaptureError",
     "Certificate",
+    "Colwise",
     "ConsumedError",
     "EquivalenceError",
     "GraphDiff",

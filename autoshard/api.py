@@ -16,7 +16,7 @@ from autoshard.capture import Capture, capture
 from autoshard.diff import GraphDiff, RegionDiff, readable_code
 from autoshard.export import capture_export
 from autoshard.materialize import check_initialisable
-from autoshard.mesh import resolve_mesh
+from autoshard.mesh import owner_meshes, resolve_mesh
 from autoshard.planner import PlanSpec, gather_facts, make_plan
 from passes.errors import AutoshardError, CaptureError, PlanError, describe
 from passes.ops.redistribute import MEAN, NONE, SUM
@@ -69,7 +69,8 @@ def autoshard(
         model: any module. Batch norm in training sees each rank's own rows, as under DDP.
         mesh: 1-D; all ranks of the default process group if None.
         plan: "auto" or "colwise" shards whatever has a feature axis; a ShardingPlan; or {glob of parameter names:
-            "colwise" | "replicate"}, the first glob that matches counts, what none matches is replicated.
+            "colwise" | "replicate" | Colwise(ranks=...)}, the first glob that matches counts, what none matches is
+            replicated. `Colwise(ranks=(2, 5))` puts the columns of a table on these ranks of the mesh only.
         example_inputs: a tuple of arguments, or (args, kwargs). With them the model is captured by `torch.export`, its
             batch dimension dynamic, and the diff knows every shape.
         input_placement: `Shard(0)`: each rank calls the model with its own batch and gets the result of that;
@@ -88,7 +89,7 @@ def autoshard(
     mesh = resolve_mesh(mesh, model)
     settings = Settings(mesh.get_group().group_name, mesh.size(), input_placement, gradient_reduction, ragged)
     prepared = agree(mesh, lambda: prepare(model, plan, example_inputs, settings), _text)
-    _install(model, prepared, mesh, settings)
+    _install(model, prepared, mesh, owner_meshes(mesh, prepared.plan), settings)
     model.__dict__[_RECORD] = Record(prepared.plan, prepared.diff, mesh)
     return model
 
@@ -119,7 +120,7 @@ def prepare(model: nn.Module, plan: PlanSpec, example_inputs: Any, settings: Set
     for region in captured.regions:
         normalize(region.graph)
     facts = gather_facts(model, captured)
-    sharding = make_plan(model, captured, plan, settings.world_size)
+    sharding = make_plan(model, captured, plan, settings.world_size, batch_sharded=settings.batch_sharded)
     context = Context(
         sharding,
         settings.group,
@@ -138,7 +139,7 @@ def prepare(model: nn.Module, plan: PlanSpec, example_inputs: Any, settings: Set
     local = [name for name, _ in model.named_parameters() if name not in in_graphs]
     edits = [local_edit(name, facts.parameters[name], context, "", "") for name in local]
     diff = GraphDiff.of(diffs, settings.world_size, tuple(edits))
-    return Prepared(captured, sharding, diff, frozenset(facts.readers))
+    return Prepared(captured, sharding, diff, facts.exposed)
 
 
 def _text(prepared: Prepared) -> str:
@@ -147,20 +148,29 @@ def _text(prepared: Prepared) -> str:
     return "\n".join([prepared.plan.to_json(), *graphs])
 
 
-def _install(model: nn.Module, prepared: Prepared, mesh: DeviceMesh, settings: Settings) -> None:
+def _install(
+    model: nn.Module,
+    prepared: Prepared,
+    mesh: DeviceMesh,
+    owners: Mapping[tuple[int, ...], DeviceMesh],
+    settings: Settings,
+) -> None:
     """Gives the model its shards and its graphs."""
-    parameters.shard_parameters(model, prepared.plan, mesh)
+    parameters.shard_parameters(model, prepared.plan, mesh, owners)
+    by_name = dict(model.named_parameters(remove_duplicate=False))
+    sharded = {id(by_name[name]) for name in prepared.plan.colwise()}
     graphs: dict[int, dict[bool | None, fx.GraphModule]] = {}
     for region in prepared.capture.regions:
         graphs.setdefault(id(region.module), {})[region.mode] = region.graph
-    exposed = {name.rpartition(".")[0] for name in prepared.exposed}
-    for path, module in list(model.named_modules()):
-        if path in exposed:
-            forwards.expose_parameters(module, settings.group, settings.reduction)
+    exposed = {id(model.get_submodule(path)) for path in prepared.exposed}
+    for module in list(model.modules()):
+        whole = tuple(name for name, p in module._parameters.items() if p is not None and id(p) not in sharded)
+        if id(module) in exposed:
+            forwards.expose_parameters(module, whole, settings.group, settings.reduction)
         elif id(module) in graphs:
             forwards.use_graph(module, graphs[id(module)], prepared.capture.mode_sensitive if module is model else ())
-        elif any(p is not None for p in module._parameters.values()):
-            forwards.use_local_parameters(module, settings.group, settings.reduction)
+        elif whole:
+            forwards.use_local_parameters(module, whole, settings.group, settings.reduction)
     forwards.share_reads(model)
 
 

@@ -8,6 +8,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from passes.errors import MeshError, describe
+from passes.plan import ShardingPlan
+
+OWNERS = ("owners",)
 
 
 def resolve_mesh(mesh: DeviceMesh | None, model: nn.Module) -> DeviceMesh:
@@ -41,6 +44,34 @@ def resolve_mesh(mesh: DeviceMesh | None, model: nn.Module) -> DeviceMesh:
             )
         )
     return _in_group_order(mesh)
+
+
+def owner_meshes(mesh: DeviceMesh, plan: ShardingPlan) -> dict[tuple[int, ...], DeviceMesh]:
+    """For tables whose columns are on some of the ranks: these, as places in the mesh -> a mesh of them.
+
+    Collective over all processes: each of these meshes has a process group, for DTensor's own operations.
+
+    Raises:
+        MeshError: if it has some and the mesh is not one of all ranks in ascending order.
+    """
+    wanted = dict.fromkeys(row.ranks for row in plan.rows if row.ranks is not None)
+    ranks = mesh.mesh.flatten().tolist()
+    if wanted and ranks != list(range(dist.get_world_size())):
+        raise MeshError(
+            describe(
+                "plan",
+                f"it puts tables on some ranks of the mesh {ranks}",
+                f"a mesh of all {dist.get_world_size()} ranks, in ascending order, as every process takes part in "
+                "making the groups of the tables' ranks",
+                'Use such a mesh, or "colwise" for these tables.',
+            )
+        )
+    return {chosen: DeviceMesh(mesh.device_type, list(chosen), mesh_dim_names=OWNERS) for chosen in wanted}
+
+
+def is_of_owners(mesh: DeviceMesh) -> bool:
+    """True for a mesh that `owner_meshes` made."""
+    return mesh.mesh_dim_names == OWNERS
 
 
 def _default_mesh(model: nn.Module) -> DeviceMesh:

@@ -15,14 +15,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from autoshard.materialize import initialise, uninitialised
+from autoshard.mesh import is_of_owners
 from passes.errors import ConsumedError, describe
 from passes.layout import chunk_offset, chunk_sizes
-from passes.plan import COLWISE, ShardingPlan
+from passes.plan import COLWISE, PlanRow, ShardingPlan
 
 _LOCAL = "_autoshard_local_parameters"
 
@@ -65,33 +67,38 @@ class Shape:
         """This rank's part of a whole tensor, a view."""
         if not isinstance(self.placement, Shard):
             return whole
+        dim = self.placement.dim
+        if self.mesh.get_coordinate() is None:
+            return whole.narrow(dim, 0, 0)
         world, rank = self.mesh.size(), self.mesh.get_local_rank()
-        dim, length = self.placement.dim, self.shape[self.placement.dim]
+        length = self.shape[dim]
         return whole.narrow(dim, chunk_offset(length, world, rank), chunk_sizes(length, world)[rank])
 
 
-def shard_parameters(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh) -> None:
+def shard_parameters(
+    model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, owners: Mapping[tuple[int, ...], DeviceMesh]
+) -> None:
     """Turns every parameter of the model into a shard, in place. Ties stay ties.
 
     Args:
         model: its parameters are whole, and equal on all ranks, or on the meta device.
         plan: which are sharded, and along which dimension.
         mesh: 1-D, in the order of its process group.
+        owners: the meshes of tables that are on some of the ranks.
     """
-    dims = {row.parameter: row.dim for row in plan.rows if row.strategy == COLWISE}
+    sharded = {row.parameter: row for row in plan.rows if row.strategy == COLWISE}
     sparse = {row.parameter for row in plan.rows if row.sparse_gradient}
     fresh = uninitialised(model)
     names: dict[int, str] = {}
     made: dict[int, nn.Parameter] = {}
     consumed: list[nn.Parameter] = []
-    owners = [(path, module) for path, module in model.named_modules(remove_duplicate=True)]
-    for path, module in owners:
+    modules = list(model.named_modules())
+    for path, module in modules:
         for name, parameter in list(module._parameters.items()):
             if parameter is None:
                 continue
             first = names.setdefault(id(parameter), f"{path}.{name}" if path else name)
-            dim = dims.get(first)
-            shape = Shape(mesh, Replicate() if dim is None else Shard(dim), parameter.shape)
+            shape = _shape_of(parameter, sharded.get(first), mesh, owners)
             if id(parameter) not in made:
                 made[id(parameter)] = _shard(parameter, shape, as_dtensor=first not in sparse)
                 consumed.append(parameter)
@@ -102,7 +109,15 @@ def shard_parameters(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh) -> 
     for parameter in consumed:
         parameter.data = parameter.new_empty(0)
         parameter.__class__ = ConsumedParameter
-    _update_references(owners, dict(zip(map(id, consumed), made.values(), strict=True)))
+    _update_references(modules, dict(zip(map(id, consumed), made.values(), strict=True)))
+
+
+def _shape_of(
+    parameter: nn.Parameter, row: PlanRow | None, mesh: DeviceMesh, owners: Mapping[tuple[int, ...], DeviceMesh]
+) -> Shape:
+    if row is None or row.dim is None:
+        return Shape(mesh, Replicate(), parameter.shape)
+    return Shape(mesh if row.ranks is None else owners[row.ranks], Shard(row.dim), parameter.shape)
 
 
 def _shard(parameter: nn.Parameter, shape: Shape, as_dtensor: bool) -> nn.Parameter:
@@ -125,9 +140,9 @@ def _contiguous_stride(shape: Iterable[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))[: len(sizes)]
 
 
-def _update_references(owners: list[tuple[str, nn.Module]], new: Mapping[int, nn.Parameter]) -> None:
+def _update_references(modules: list[tuple[str, nn.Module]], new: Mapping[int, nn.Parameter]) -> None:
     """Puts the new parameters in the lists, tuples and dicts that modules keep of their parameters."""
-    for _, module in owners:
+    for _, module in modules:
         for name, value in list(module.__dict__.items()):
             if name not in ("_parameters", "_buffers", "_modules") and isinstance(
                 value, (list, tuple, dict, nn.Parameter)
@@ -186,17 +201,41 @@ def local_shapes(model: nn.Module) -> dict[str, Shape]:
 
 
 def whole(value: Tensor, shape: Shape | None) -> Tensor:
-    """The whole of a parameter or gradient, dense, on every rank. Collective over its mesh.
+    """The whole of a parameter or gradient, dense, on every rank. Collective over the model's mesh.
 
     Args:
         value: a DTensor, or a plain tensor of this rank's part.
         shape: of the plain tensor; None for a DTensor or a tensor that is whole.
     """
     value = value.detach()
-    if isinstance(value, DTensor):
-        return value.full_tensor()
-    dense = value.to_dense() if value.is_sparse else value
-    return dense if shape is None else shape.wrap(dense).full_tensor()
+    if not isinstance(value, DTensor):
+        dense = value.to_dense() if value.is_sparse else value
+        if shape is None:
+            return dense
+        value = shape.wrap(dense)
+    full = value.full_tensor()
+    return _from_owner(full, value) if is_of_owners(value.device_mesh) else full
+
+
+def whole_gradient(parameter: Tensor, shape: Shape | None) -> Tensor | None:
+    """`whole` of the parameter's gradient; None if it has none on any rank."""
+    gradient, mesh = parameter.grad, parameter.device_mesh if isinstance(parameter, DTensor) else None
+    if shape is not None:
+        mesh = shape.mesh
+    if mesh is not None and is_of_owners(mesh):
+        has_one = torch.tensor([gradient is not None], dtype=torch.int32, device=mesh.device_type)
+        dist.broadcast(has_one, src=int(mesh.mesh[0]))
+        if bool(has_one) and gradient is None:
+            gradient = torch.zeros_like(parameter)
+    return None if gradient is None else whole(gradient, shape)
+
+
+def _from_owner(full: Tensor, value: DTensor) -> Tensor:
+    """What the owners of a table have gathered, for the ranks that hold none of it too."""
+    if value.device_mesh.get_coordinate() is None:
+        full = value.to_local().new_empty(value.shape)
+    dist.broadcast(full, src=int(value.device_mesh.mesh[0]))
+    return full
 
 
 def gather_parameters(model: nn.Module) -> None:

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
 
-from autoshard import hazards
+from autoshard import hazards, ownership
 from autoshard.capture import Capture
 from passes.errors import PlanError, describe
-from passes.plan import COLWISE, REPLICATE, STRATEGIES, PlanRow, ShardingPlan
+from passes.plan import COLWISE, REPLICATE, STRATEGIES, Colwise, PlanRow, ShardingPlan
 from passes.sites import LAYER_TYPES, LINEAR, OtherUse, Site, find_other_uses, find_sites
 
-PlanSpec = str | ShardingPlan | Mapping[str, str]
+Strategy = str | Colwise
+PlanSpec = str | ShardingPlan | Mapping[str, Strategy]
 
 _LAYERS = tuple(LAYER_TYPES)
 _BATCH_MIXING = (nn.modules.batchnorm._BatchNorm,)
@@ -39,7 +40,9 @@ class Facts:
         canonical: every name -> the first name of that parameter.
         sites: canonical name -> the sites that use the parameter as a weight or bias.
         other_uses: canonical name -> its uses by nodes that are no sites.
-        readers: canonical name -> the modules whose Python code reads the parameter of another module.
+        readers: canonical name -> the modules whose Python code reads the parameter, where no graph stands for that
+            code.
+        exposed: the modules of which another module's code reads a parameter, by path.
         kept: path -> why that module runs as it is.
     """
 
@@ -48,6 +51,7 @@ class Facts:
     sites: Mapping[str, tuple[Site, ...]]
     other_uses: Mapping[str, tuple[OtherUse, ...]]
     readers: Mapping[str, tuple[str, ...]]
+    exposed: frozenset[str]
     kept: Mapping[str, str]
 
 
@@ -65,31 +69,42 @@ def gather_facts(model: nn.Module, capture: Capture) -> Facts:
                     sites.setdefault(canonical[name], []).append(site)
         for use in find_other_uses(region.graph, region.path):
             other_uses.setdefault(canonical[use.parameter], []).append(use)
+    reads = [(reader, name) for reader, name in _reads(model, capture) if name in canonical]
     return Facts(
         parameters=parameters,
         canonical=canonical,
         sites={name: tuple(found) for name, found in sites.items()},
         other_uses={name: tuple(found) for name, found in other_uses.items()},
-        readers=_readers(model, capture, canonical),
+        readers=_readers(model, reads, canonical, sites),
+        exposed=frozenset(owner for reader, name in reads if (owner := name.rpartition(".")[0]) != reader),
         kept=capture.kept,
     )
 
 
-def _readers(model: nn.Module, capture: Capture, canonical: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Parameters that a module's own code reads from one of its children, where no graph stands for that code."""
+def _reads(model: nn.Module, capture: Capture) -> Iterator[tuple[str, str]]:
+    """(path of a module, name of a parameter that its code reads), where no graph stands for that code."""
     traced = {id(region.module) for region in capture.regions}
-    found: dict[str, list[str]] = {}
     for path, module in model.named_modules():
-        if id(module) in traced:
-            continue
-        for names in hazards.parameter_reads(module):
-            name = ".".join((path, *names) if path else names)
-            if name in canonical:
-                found.setdefault(canonical[name], []).append(f"{path or 'the model'} ({type(module).__name__})")
+        if id(module) not in traced:
+            for names in hazards.parameter_reads(module):
+                yield path, ".".join((path, *names) if path else names)
+
+
+def _readers(
+    model: nn.Module, reads: list[tuple[str, str]], canonical: Mapping[str, str], sites: Mapping[str, list[Site]]
+) -> dict[str, tuple[str, ...]]:
+    """The readers of each parameter; a module that alone uses its own parameter is none."""
+    found: dict[str, list[str]] = {}
+    for path, name in reads:
+        if name.rpartition(".")[0] != path or canonical[name] in sites:
+            reader = f"{path or 'the model'} ({type(model.get_submodule(path)).__name__})"
+            found.setdefault(canonical[name], []).append(reader)
     return {name: tuple(dict.fromkeys(readers)) for name, readers in found.items()}
 
 
-def make_plan(model: nn.Module, capture: Capture, spec: PlanSpec, world_size: int) -> ShardingPlan:
+def make_plan(
+    model: nn.Module, capture: Capture, spec: PlanSpec, world_size: int, *, batch_sharded: bool = True
+) -> ShardingPlan:
     """The plan for a captured model.
 
     Args:
@@ -98,10 +113,12 @@ def make_plan(model: nn.Module, capture: Capture, spec: PlanSpec, world_size: in
         spec: "auto" or "colwise" (shard whatever has a feature axis), a ShardingPlan, or globs over parameter names ->
             strategy, of which the first that matches counts; what no glob matches is replicated.
         world_size: ranks in the mesh.
+        batch_sharded: True if each rank has its own batch.
 
     Raises:
         PlanError: for a strategy that does not exist, a glob that matches nothing, a weight that is not floating
-            point, or a parameter that is asked for by its full name and cannot be sharded.
+            point, a parameter that is asked for by its full name and cannot be sharded, or one that is wanted on some
+            of the ranks and cannot be.
     """
     facts = gather_facts(model, capture)
     weights = _weights(model, facts)
@@ -109,8 +126,13 @@ def make_plan(model: nn.Module, capture: Capture, spec: PlanSpec, world_size: in
         _require_floating_point(name, facts)
     wanted = _wanted(spec, weights, facts)
     obstacles = {name: _obstacle(name, facts) for name in weights}
+    for name in weights:
+        want, source = wanted[name]
+        if isinstance(want, Colwise):
+            uses = facts.sites.get(name, ())
+            ownership.require_possible(name, want, source, uses, obstacles[name], world_size, batch_sharded)
     strategies = {
-        name: COLWISE if wanted[name][0] == COLWISE and obstacles[name] is None else REPLICATE for name in weights
+        name: COLWISE if wanted[name][0] != REPLICATE and obstacles[name] is None else REPLICATE for name in weights
     }
     followed = _decide_together(strategies, facts)
     rows = []
@@ -119,13 +141,15 @@ def make_plan(model: nn.Module, capture: Capture, spec: PlanSpec, world_size: in
         if strategy == COLWISE:
             dim = _sharded_dim(name, facts)
             columns = facts.parameters[name].size(dim)
-            reason = f"{source}: {columns} columns, {-(-columns // world_size)} per rank"
+            ranks = ownership.owners(want, columns, world_size)
+            reason = f"{source}: {columns} columns, {-(-columns // len(ranks or range(world_size)))} per rank"
+            reason += ownership.reason(want, ranks, world_size, facts.parameters[name].size(0))
             if len({feature_dim(site.op) for site in facts.sites[name]}) > 1:
                 reason += "; tied: the linear takes its input columns"
         else:
-            dim = None
+            dim, ranks = None, None
             reason = source if want == REPLICATE else obstacles[name] or followed.get(name, source)
-        rows.append(_row(name, strategy, dim, reason, facts))
+        rows.append(_row(name, strategy, dim, ranks, reason, facts))
     return ShardingPlan(tuple(rows), world_size, _notes(model, capture))
 
 
@@ -163,7 +187,7 @@ def _require_floating_point(name: str, facts: Facts) -> None:
         )
 
 
-def _wanted(spec: PlanSpec, weights: list[str], facts: Facts) -> dict[str, tuple[str, str]]:
+def _wanted(spec: PlanSpec, weights: list[str], facts: Facts) -> dict[str, tuple[Strategy, str]]:
     """For each parameter the strategy that the person asks for, and where that stands."""
     if isinstance(spec, str):
         if spec not in ("auto", COLWISE):
@@ -176,7 +200,7 @@ def _wanted(spec: PlanSpec, weights: list[str], facts: Facts) -> dict[str, tuple
     return _match_globs(spec, weights, facts)
 
 
-def _check_rows(plan: ShardingPlan, facts: Facts) -> dict[str, str]:
+def _check_rows(plan: ShardingPlan, facts: Facts) -> dict[str, Strategy]:
     for row in plan.rows:
         parameter = facts.parameters.get(row.parameter)
         if parameter is None or tuple(parameter.shape) != row.shape:
@@ -189,12 +213,12 @@ def _check_rows(plan: ShardingPlan, facts: Facts) -> dict[str, str]:
                     "Use a plan that was made for this model.",
                 )
             )
-    return {row.parameter: row.strategy for row in plan.rows}
+    return {row.parameter: row.strategy if row.ranks is None else Colwise(row.ranks) for row in plan.rows}
 
 
-def _match_globs(spec: Mapping[str, str], weights: list[str], facts: Facts) -> dict[str, tuple[str, str]]:
+def _match_globs(spec: Mapping[str, Strategy], weights: list[str], facts: Facts) -> dict[str, tuple[Strategy, str]]:
     for glob, strategy in spec.items():
-        if strategy not in STRATEGIES:
+        if strategy not in STRATEGIES and not isinstance(strategy, Colwise):
             raise _unknown_strategy(f"plan entry {glob!r}", strategy, STRATEGIES)
         if not any(_matches(name, glob, facts) for name in facts.parameters):
             raise PlanError(
@@ -205,9 +229,9 @@ def _match_globs(spec: Mapping[str, str], weights: list[str], facts: Facts) -> d
                     "Correct the name, or take the entry out.",
                 )
             )
-        if strategy == COLWISE and glob in facts.parameters:
+        if strategy != REPLICATE and glob in facts.parameters:
             _require_shardable(glob, facts)
-    wanted = {}
+    wanted: dict[str, tuple[Strategy, str]] = {}
     for name in weights:
         names = [alias for alias, first in facts.canonical.items() if first == name]
         hit = next((g for g in spec if any(_matches(n, g, facts) for n in names)), None)
@@ -294,7 +318,9 @@ def _decide_together(strategies: dict[str, str], facts: Facts) -> dict[str, str]
     return reasons
 
 
-def _row(name: str, strategy: str, dim: int | None, reason: str, facts: Facts) -> PlanRow:
+def _row(
+    name: str, strategy: str, dim: int | None, ranks: tuple[int, ...] | None, reason: str, facts: Facts
+) -> PlanRow:
     parameter = facts.parameters[name]
     sites = facts.sites.get(name, ())
     return PlanRow(
@@ -303,6 +329,7 @@ def _row(name: str, strategy: str, dim: int | None, reason: str, facts: Facts) -
         dtype=str(parameter.dtype).removeprefix("torch."),
         strategy=strategy,
         dim=dim,
+        ranks=ranks,
         sites=tuple(dict.fromkeys(f"{site.op} {site.module or site.weight}" for site in sites)),
         reason=reason,
         sparse_gradient=any(("sparse", True) in site.options for site in sites),

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard.api import autoshard, sharding_plan
 from autoshard.launch import launch
-from autoshard.parameters import Shape, local_shapes, whole
+from autoshard.parameters import local_shapes, whole, whole_gradient
 from autoshard.planner import PlanSpec
 from passes.errors import EquivalenceError, describe
 from passes.ops.redistribute import MEAN, SUM
@@ -290,17 +290,14 @@ def _train(
                 divisor = 1 if job.gradient_reduction == SUM else len(ranks)
                 (job.loss(out) / divisor).backward()
         shapes = local_shapes(model)
-        gradients = {name: _whole(p.grad, shapes.get(name)) for name, p in model.named_parameters()}
+        gradients = {name: whole_gradient(p, shapes.get(name)) for name, p in model.named_parameters()}
+        gradients = {name: None if g is None else g.clone() for name, g in gradients.items()}
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
-        parameters = {name: _whole(p, shapes.get(name)) for name, p in model.named_parameters()}
-        steps.append(_Step(outputs, gradients, {k: v for k, v in parameters.items() if v is not None}))
+        parameters = {name: whole(p, shapes.get(name)).clone() for name, p in model.named_parameters()}
+        steps.append(_Step(outputs, gradients, parameters))
     return steps
-
-
-def _whole(tensor: Tensor | None, shape: Shape | None) -> Tensor | None:
-    return None if tensor is None else whole(tensor, shape).clone()
 
 
 def _compare(expected: list[_Step], sharded: list[_Step], outputs: list[Any]) -> list[Comparison]:

@@ -7,6 +7,8 @@ size(r)`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def chunk_sizes(length: int, parts: int) -> list[int]:
     """The sizes of `parts` pieces of `length` by the rule of `torch.chunk`; trailing pieces may be 0."""
@@ -17,3 +19,9 @@ def chunk_sizes(length: int, parts: int) -> list[int]:
 def chunk_offset(length: int, parts: int, part: int) -> int:
     """Where piece `part` begins."""
     return min(length, part * -(-length // parts))
+
+
+def owner_sizes(length: int, parts: int, owners: Sequence[int]) -> list[int]:
+    """The sizes where only the `owners` among `parts` hold pieces: theirs by the rule of `torch.chunk`, 0 elsewhere."""
+    sizes = dict(zip(owners, chunk_sizes(length, len(owners)), strict=True))
+    return [sizes.get(part, 0) for part in range(parts)]

@@ -16,7 +16,7 @@ from passes.graph_pass import Edit, GraphPass
 from passes.normalize import FoldFixedBags, InlineLayers, InlineModes
 from passes.ops import redistribute
 from passes.ops.renorm import renorm
-from passes.rewrite import embedding, embedding_bag, linear, parameters
+from passes.rewrite import embedding, embedding_bag, linear, owned, parameters
 from passes.rewrite.sandwich import Context, Sandwich
 from passes.shapes import check_shapes
 from passes.sites import EMBEDDING, EMBEDDING_BAG, LINEAR, Call, Scope, calls, nested_call_users, scopes
@@ -30,12 +30,39 @@ _ROWWISE = {
     True: "Shard(0) -> Shard(-1) -> Partial -> Shard(0)",
     False: "Replicate -> Shard(-1) -> Partial -> Replicate",
 }
+_OWNED = "Shard(0) -> ranks with columns -> Shard(-1) -> Shard(0)"
 _GATHERED = "Shard(0) -> Replicate -> Shard(0)"
 _REWRITES: Mapping[str, Callable[[Sandwich], None]] = {
     EMBEDDING: embedding.rewrite,
     EMBEDDING_BAG: embedding_bag.rewrite,
     LINEAR: linear.rewrite,
 }
+
+
+class SendToOwners(GraphPass):
+    """Rewrites the lookups of tables whose columns are on some of the ranks, as many together as can be."""
+
+    def __init__(self, context: Context, parameters: Mapping[str, torch.nn.Parameter], prefix: str) -> None:
+        super().__init__()
+        self._context, self._parameters, self._prefix = context, parameters, prefix
+
+    def call(self, graph_module: fx.GraphModule) -> PassResult:
+        before = len(self.edits)
+        for scope in scopes(graph_module, self._prefix):
+            chosen = [c for c in calls(scope) if self._context.plan.has_owners(scope.parameters[c.weight])]
+            if not chosen:
+                continue
+            differentiable = _differentiable(scope, inputs=bool(self._prefix))
+            for number, group in enumerate(owned.groups(scope, chosen, self._parameters)):
+                made = [Sandwich(scope, c, self._context, self._parameters, differentiable) for c in group]
+                shapes = [_shapes(sandwich) for sandwich in made]
+                owned.rewrite(made, number)
+                together = "" if len(made) == 1 else f", exchanged together with {len(made) - 1} other lookups"
+                for sandwich, known in zip(made, shapes, strict=True):
+                    ranks = self._context.plan.row(sandwich.weight_name).ranks or ()
+                    what = f"sharded by column over ranks {', '.join(map(str, ranks))}{together}"
+                    self.record(_edit(sandwich, known, what, _OWNED))
+        return PassResult(graph_module, len(self.edits) > before)
 
 
 class RewriteSites(GraphPass):
@@ -53,7 +80,7 @@ class RewriteSites(GraphPass):
             for call in calls(scope):
                 if scope.parameters[call.weight] in sharded or self._needs_all_ids(call):
                     sandwich = Sandwich(scope, call, self._context, self._parameters, differentiable)
-                    self.record(_edit(sandwich))
+                    self.record(_rewrite(sandwich))
         return PassResult(graph_module, len(self.edits) > before)
 
     def _needs_all_ids(self, call: Call) -> bool:
@@ -104,14 +131,10 @@ def _makes_local(user: fx.Node) -> bool:
     return user.target in (redistribute.replicate_parameter, renorm)
 
 
-def _edit(sandwich: Sandwich) -> Edit:
+def _rewrite(sandwich: Sandwich) -> Edit:
     """Rewrites one call and tells what was done."""
     call, context = sandwich.call, sandwich.context
-    where = {"module": sandwich.at, "parameter": sandwich.weight_name, "node": call.node.name}
     row = context.plan.row(sandwich.weight_name)
-    whole = tuple(sandwich.weight.shape)
-    shard = tuple(-(-size // context.world_size) if dim == row.dim else size for dim, size in enumerate(whole))
-    shapes = f"weight {whole} -> {shard} per rank{_operand_shapes(call)}"
     rowwise = call.op == LINEAR and row.dim == 1
     what = f"sharded by column over {context.world_size} ranks"
     if row.dim is None:
@@ -120,17 +143,36 @@ def _edit(sandwich: Sandwich) -> Edit:
         what, placement = f"sharded by input column over {context.world_size} ranks", _ROWWISE[context.batch_sharded]
     else:
         placement = _ARROWS[context.batch_sharded]
+    shapes = _shapes(sandwich)
     _REWRITES[call.op](sandwich)
+    return _edit(sandwich, shapes, what, placement)
+
+
+def _edit(sandwich: Sandwich, shapes: str, what: str, placement: str) -> Edit:
+    """The record of a call that was rewritten."""
     return Edit(
         graph=sandwich.scope.path,
-        op=call.op,
+        node=sandwich.call.node.name,
+        module=sandwich.at,
+        op=sandwich.call.op,
+        parameter=sandwich.weight_name,
         what=what,
-        why=row.reason,
+        why=sandwich.context.plan.row(sandwich.weight_name).reason,
         placement=placement,
         shapes=shapes,
         traffic=tuple(sandwich.traffic),
-        **where,
     )
+
+
+def _shapes(sandwich: Sandwich) -> str:
+    """The shapes of a call that is not rewritten yet: of its weight, whole and as it will be, and of its operands."""
+    row, whole = sandwich.context.plan.row(sandwich.weight_name), tuple(sandwich.weight.shape)
+    shard = (
+        whole
+        if row.dim is None
+        else (*whole[: row.dim], max(row.sizes(sandwich.context.world_size)), *whole[row.dim + 1 :])
+    )
+    return f"weight {whole} -> {shard} per rank{_operand_shapes(sandwich.call)}"
 
 
 def _operand_shapes(call: Call) -> str:
@@ -191,31 +233,32 @@ def shard_graph(
         RewriteError: if a planned site was not rewritten or the graph is not well formed afterwards.
     """
     passes = [
+        SendToOwners(context, model_parameters, prefix),
         RewriteSites(context, model_parameters, prefix),
         ReplicateParameters(context, model_parameters, prefix),
     ]
     for graph_pass in passes:
         graph_pass(graph_module)
     symbol = _batch_symbol(graph_module)  # before fake tensors run: their guards may settle the size of the batch
-    dims: dict[fx.Node, int] = {}
+    shards: dict[fx.Node, tuple[int, list[int]]] = {}
     for scope in scopes(graph_module, prefix):
         scope.graph_module.graph.lint()
         scope.graph_module.recompile()
-        dims |= _sharded_dims(scope, context)
+        shards |= _shards(scope, context)
     if not context.ragged:  # sizes that travel have no value on fake tensors
-        check_shapes(graph_module, dims, prefix)
+        check_shapes(graph_module, shards, prefix)
     return [_in_batch(edit, symbol) for graph_pass in passes for edit in graph_pass.edits]
 
 
-def _sharded_dims(scope: Scope, context: Context) -> dict[fx.Node, int]:
-    """For each node that makes a shard, the dimension of its parameter that is sharded."""
+def _shards(scope: Scope, context: Context) -> dict[fx.Node, tuple[int, list[int]]]:
+    """For each node that makes a shard, the dimension of its parameter that is sharded, and what each rank holds."""
     found = {}
     for node in scope.graph_module.graph.find_nodes(op="call_function", target=redistribute.local_columns):
         source = node.args[0]
         while isinstance(source, fx.Node) and source.target is renorm:
             source = source.args[0]
-        dim = context.plan.row(scope.parameters[source]).dim
-        found[node] = 0 if dim is None else dim
+        row = context.plan.row(scope.parameters[source])
+        found[node] = row.dim or 0, row.sizes(context.world_size)
     return found
 
 

@@ -9,10 +9,23 @@ from typing import Any
 from tabulate import tabulate
 
 from passes.errors import PlanError, describe
+from passes.layout import owner_sizes
 
 COLWISE = "colwise"
 REPLICATE = "replicate"
 STRATEGIES = (COLWISE, REPLICATE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Colwise:
+    """Columns on some of the ranks: a strategy for the table of an embedding or embedding_bag.
+
+    Attributes:
+        ranks: places in the mesh, ascending; one rank holds the whole table, several share its feature axis by the rule
+            of `torch.chunk`.
+    """
+
+    ranks: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +41,7 @@ class PlanRow:
         sites: the layers that use it, as "op module.path".
         reason: why this strategy.
         aliases: further names of a tied parameter.
+        ranks: where its columns are, as places in the mesh; None for all ranks.
         sparse_gradient: True if a lookup with sparse=True uses it. DTensor carries no sparse gradient, so the parameter
             is then a plain tensor of this rank's columns; state_dict shows it as a DTensor all the same.
     """
@@ -41,6 +55,12 @@ class PlanRow:
     reason: str
     aliases: tuple[str, ...] = ()
     sparse_gradient: bool = False
+    ranks: tuple[int, ...] | None = None
+
+    def sizes(self, world_size: int) -> list[int]:
+        """What each rank holds of the sharded dimension; only for a row that is sharded."""
+        assert self.dim is not None
+        return owner_sizes(self.shape[self.dim], world_size, range(world_size) if self.ranks is None else self.ranks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +99,10 @@ class ShardingPlan:
         """All names of the parameters that are sharded along their feature axis."""
         return frozenset(name for row in self.rows if row.strategy == COLWISE for name in (row.parameter, *row.aliases))
 
+    def has_owners(self, parameter: str) -> bool:
+        """True for a parameter whose columns are on some of the ranks only."""
+        return any(row.ranks is not None for row in self.rows if parameter in (row.parameter, *row.aliases))
+
     def to_json(self) -> str:
         """The plan as JSON; `from_json` gives back an equal plan."""
         return json.dumps(dataclasses.asdict(self), indent=1)
@@ -111,7 +135,7 @@ class ShardingPlan:
                     row.parameter + "".join(f"\n= {alias}" for alias in row.aliases),
                     " x ".join(map(str, row.shape)),
                     row.dtype,
-                    row.strategy if row.dim is None else f"{row.strategy} (dim {row.dim})",
+                    _strategy(row),
                     "\n".join(row.sites) or "-",
                     row.reason,
                 ]
@@ -123,6 +147,11 @@ class ShardingPlan:
         notes = "".join(f"\n* {note}" for note in self.notes)
         ranks = f"{self.world_size} rank" + ("" if self.world_size == 1 else "s")
         return f"Sharding plan over {ranks}\n{table}{notes}"
+
+
+def _strategy(row: PlanRow) -> str:
+    where = "" if row.ranks is None else f" on {', '.join(map(str, row.ranks))}"
+    return row.strategy if row.dim is None else f"{row.strategy}{where} (dim {row.dim})"
 
 
 def _tuples(record: dict[str, Any]) -> dict[str, Any]:

@@ -14,18 +14,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from passes.errors import RewriteError, describe
-from passes.layout import chunk_offset, chunk_sizes
 from passes.ops import redistribute
-from passes.ops.collectives import group_rank, group_size
+from passes.ops.collectives import group_rank
 from passes.ops.renorm import renorm
 
 
-def check_shapes(graph_module: fx.GraphModule, dims: dict[fx.Node, int], path: str) -> None:
+def check_shapes(graph_module: fx.GraphModule, shards: dict[fx.Node, tuple[int, list[int]]], path: str) -> None:
     """Runs the graph on fake tensors and compares its outputs with what the capture recorded.
 
     Args:
         graph_module: rewritten; its placeholders and outputs have fake values in their `meta["val"]`.
-        dims: for each node that makes a shard, the dimension of the parameter that is sharded.
+        shards: for each node that makes a shard, the dimension of the parameter that is sharded, and what each rank
+            holds of it.
         path: of the graph, for errors.
 
     Raises:
@@ -39,7 +39,7 @@ def check_shapes(graph_module: fx.GraphModule, dims: dict[fx.Node, int], path: s
     arguments = graph_module.graph.output_node().args[0]
     expected = pytree.tree_map_only(fx.Node, lambda node: node.meta.get("val"), arguments)
     with mode:
-        got = _FakeRun(graph_module, mode, dims).run(*inputs, enable_io_processing=False)
+        got = _FakeRun(graph_module, mode, shards).run(*inputs, enable_io_processing=False)
     pairs = zip(pytree.tree_leaves(expected), pytree.tree_leaves(got), strict=True)
     for index, (before, after) in enumerate(pairs):
         if isinstance(before, Tensor) and _signature(before) != _signature(after):
@@ -60,9 +60,11 @@ def _signature(value: Any) -> tuple[str, str]:
 class _FakeRun(fx.Interpreter):
     """Runs a graph on fake tensors, with shards in the place of sharded parameters."""
 
-    def __init__(self, graph_module: fx.GraphModule, mode: FakeTensorMode, dims: dict[fx.Node, int]) -> None:
+    def __init__(
+        self, graph_module: fx.GraphModule, mode: FakeTensorMode, shards: dict[fx.Node, tuple[int, list[int]]]
+    ) -> None:
         super().__init__(graph_module)
-        self._mode, self._dims = mode, dims
+        self._mode, self._shards = mode, shards
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op == "get_attr":
@@ -72,9 +74,6 @@ class _FakeRun(fx.Interpreter):
             return self.fetch_args_kwargs_from_env(n)[0][0]
         if n.target is redistribute.local_columns:
             parameter, group, _ = self.fetch_args_kwargs_from_env(n)[0]
-            dim, world = self._dims[n], group_size(group)
-            length = parameter.size(dim)
-            return parameter.narrow(
-                dim, chunk_offset(length, world, group_rank(group)), chunk_sizes(length, world)[group_rank(group)]
-            )
+            (dim, sizes), rank = self._shards[n], group_rank(group)
+            return parameter.narrow(dim, sum(sizes[:rank]), sizes[rank])
         return super().run_node(n)

@@ -36,7 +36,7 @@ def check_equal_sizes(x: Tensor, group: str, at: str) -> None:
     Raises:
         InputError: otherwise, with what each rank has.
     """
-    if not _checkable(x):
+    if not is_readable(x):
         return
     if x.dim() > _MAX_DIMS:
         raise InputError(
@@ -82,7 +82,7 @@ def check_ids(ids: Tensor, num_embeddings: int, at: str) -> None:
         IdRangeError: otherwise, with such an id.
         InputError: if they are no integers.
     """
-    if not _checkable(ids):
+    if not is_readable(ids):
         return
     if ids.dtype not in (torch.int32, torch.int64):
         raise InputError(
@@ -136,7 +136,7 @@ def check_offsets(by_rank: list[Tensor], id_counts: list[int], at: str) -> None:
     Raises:
         InputError: otherwise.
     """
-    if not _checkable(by_rank[0]):
+    if not is_readable(by_rank[0]):
         return
     for rank, (offsets, ids) in enumerate(zip(by_rank, id_counts, strict=True)):
         values = offsets.tolist()
@@ -158,7 +158,7 @@ def check_offsets(by_rank: list[Tensor], id_counts: list[int], at: str) -> None:
             )
 
 
-def _checkable(x: Tensor) -> bool:
+def is_readable(x: Tensor) -> bool:
     """False where values cannot be read: inside a compiled graph, and on fake and meta tensors."""
     return not (
         torch.compiler.is_compiling()

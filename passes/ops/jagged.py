@@ -45,6 +45,20 @@ class _Exchange(Function):
         return exchange_jagged(gradient, *ctx.arguments), None, None, None, None, None
 
 
+class _ExchangeAtOnce(Function):
+    """`_Exchange` with its all_to_all inside."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, receive: list[int], send: list[int], total: int, group: str) -> Tensor:
+        # Dynamo hands a size on to the backward only if it was made in here, or is that of a tensor.
+        ctx.arguments = ([size + 0 for size in send], [size + 0 for size in receive], x.size(0), group)
+        return all_to_all(x, receive, send, group).narrow(0, 0, total)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return apply(_ExchangeAtOnce, gradient, *ctx.arguments), None, None, None, None
+
+
 def rank_order(num_ranks: int, stagger: int = 1) -> list[int]:
     """The order of the source ranks in what a rank receives: with stagger s, the first of s equal parts, and so on."""
     step = num_ranks // stagger
@@ -117,7 +131,8 @@ def exchange_jagged(x: Tensor, receive: list[int], send: list[int], total: int, 
         total: the sum of `receive`. Inside of torch.compile, where these are unbacked sizes, it must be one of its own.
         group: name of the process group.
     """
-    return finish(x, launch(x, receive, send, group), receive, send, total, group)
+    torch._check(total <= sum(receive))
+    return x if len(send) == 1 else apply(_ExchangeAtOnce, x, receive, send, total, group)
 
 
 def launch(x: Tensor, receive: list[int], send: list[int], group: str) -> Tensor:
@@ -136,3 +151,17 @@ def finish(x: Tensor, launched: Tensor, receive: list[int], send: list[int], tot
     """What `launch` brings, with its gradient. The arguments are those of `exchange_jagged`."""
     torch._check(total <= sum(receive))
     return apply(_Exchange, x, launched, receive, send, total, group)
+
+
+def to_host(vectors: list[Tensor]) -> list[list[int]]:
+    """The numbers of each vector, with one host synchronisation; unbacked sizes inside of torch.compile."""
+    with torch._dynamo.patch_dynamo_config(capture_scalar_outputs=True):
+        flat = torch.cat(vectors).tolist() if vectors else []
+    if torch.compiler.is_compiling():
+        for number in flat:
+            torch._check(number >= 0)
+    numbers, start = [], 0
+    for vector in vectors:
+        numbers.append(flat[start : start + vector.size(0)])
+        start += vector.size(0)
+    return numbers

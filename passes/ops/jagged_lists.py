@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from passes.ops.collectives import all_to_all, group_rank
-from passes.ops.jagged import finish, launch, rank_order, segment_index, segment_sums, wait
+from passes.ops.jagged import finish, launch, rank_order, segment_index, segment_sums, to_host, wait
 from passes.ops.jagged_sizes import JaggedList, Sizes, check_sizes, sizes_message, sum_by_rank
 
 
@@ -156,9 +156,9 @@ class Exchange:
         for names in self._weighted.values():
             vectors.append(torch.stack([column(name, "num_ids") for name in names]).sum().view(1))
         if torch.compiler.is_compiling():
-            numbers = _to_host(vectors)
+            numbers = to_host(vectors)
         else:
-            *numbers, flat = _to_host([*vectors, self._sizes.table.flatten()])
+            *numbers, flat = to_host([*vectors, self._sizes.table.flatten()])
             width = self._sizes.table.size(1)
             rows = [flat[start : start + width] for start in range(0, len(flat), width)]
             check_sizes(rows, features, at)
@@ -231,19 +231,5 @@ class Exchange:
             values=in_order(data, starts[f"{name} ids"]).to(x.values.dtype),
             weights=None if weights is None else in_order(*weights),
             stride=None if x.stride is None else counts.stride,
-            strides=_to_host(list(strides)) if x.stride is None else [],
+            strides=to_host(list(strides)) if x.stride is None else [],
         )
-
-
-def _to_host(vectors: list[Tensor]) -> list[list[int]]:
-    """The numbers of each vector, with one host synchronisation; unbacked sizes inside of torch.compile."""
-    with torch._dynamo.patch_dynamo_config(capture_scalar_outputs=True):
-        flat = torch.cat(vectors).tolist() if vectors else []
-    if torch.compiler.is_compiling():
-        for number in flat:
-            torch._check(number >= 0)
-    numbers, start = [], 0
-    for vector in vectors:
-        numbers.append(flat[start : start + vector.size(0)])
-        start += vector.size(0)
-    return numbers

@@ -43,7 +43,7 @@ def embedding(
     """
     checks.check_ids(ids, weight.size(0), at)
     checks.check_sparse(sparse, at)
-    columns = _without_empty(weight, sparse)
+    columns = _without_empty(weight)
     sparse = sparse and columns is weight
     out = F.embedding(ids, columns, padding_idx, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
     return out[..., : weight.size(1)]
@@ -79,7 +79,7 @@ def embedding_bag(
     """
     checks.check_ids(ids, weight.size(0), at)
     checks.check_sparse(sparse, at)
-    columns = _without_empty(weight, sparse)
+    columns = _without_empty(weight)
     out = F.embedding_bag(
         ids,
         columns,
@@ -106,18 +106,12 @@ def _without_last_bags(bags: Tensor, batches: int | list[int]) -> Tensor:
     return torch.cat([part[:-1] for part in bags.split([count + 1 for count in batches[:-1]])])
 
 
-def _without_empty(weight: Tensor, sparse: bool) -> Tensor:
+def _without_empty(weight: Tensor) -> Tensor:
     """The weight, or for a rank without columns one column of zeros, which still carries a gradient.
 
-    Every rank has to run the same checks and the same collectives, backward too. A table with sparse gradients gets
-    none
-    on such a rank: there is nothing to update, and padding has no sparse gradient.
+    Every rank has to run the same checks and the same collectives, backward too.
     """
-    if weight.size(1) > 0:
-        return weight
-    if sparse:
-        return weight.new_zeros(weight.size(0), 1).requires_grad_(weight.requires_grad)
-    return F.pad(weight, (0, 1))
+    return weight if weight.size(1) > 0 else F.pad(weight, (0, 1))
 
 
 def in_bags(x: Tensor | None, offsets: Tensor | None, include_last_offset: bool) -> Tensor | None:

@@ -168,6 +168,18 @@ class _ReduceGradient(Function):
         return apply(_AllReduce, gradient, ctx.group), None
 
 
+class _NoColumns(Function):
+    """What a rank outside of a table's mesh holds of it: (V, 0). The table gets no gradient there."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> Tensor:
+        return parameter.to_local().new_empty(parameter.size(0), 0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None
+
+
 class _ScaleGradient(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, divisor: int) -> Tensor:
@@ -345,13 +357,23 @@ def local_columns(parameter: Tensor, group: str, reduction: str) -> Tensor:
     """This rank's shard of a parameter, as a plain tensor.
 
     Args:
-        parameter: a DTensor that is sharded along its feature axis.
+        parameter: a DTensor that is sharded along its feature axis, on all ranks or on some; or a plain Parameter that
+            holds this rank's columns, whose gradient is sparse.
         group: name of the process group.
         reduction: "mean" divides the gradient, which arrives summed over the ranks' rows, by W; "sum" and "none" do
             not.
+
+    Returns:
+        The shard; without columns on a rank that holds none, yet it carries a gradient there too, so that every rank
+        runs the same collectives backward.
     """
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return _scale_gradient(local, group, reduction)
+    if isinstance(parameter, DTensor):
+        if parameter.device_mesh.get_coordinate() is None:
+            return apply(_NoColumns, parameter)
+        return _scale_gradient(parameter.to_local(), group, reduction)
+    if parameter.size(1) == 0:
+        return parameter.new_zeros(parameter.shape).requires_grad_(parameter.requires_grad)
+    return _scale_gradient(parameter, group, reduction)
 
 
 def _scale_gradient(x: Tensor, group: str, reduction: str) -> Tensor:

@@ -48,7 +48,7 @@ class Context:
 
 @dataclasses.dataclass
 class Sandwich:
-    """Builds the nodes of one rewrite in front of `call.node`, and collects their traffic."""
+    """Builds the nodes of one rewrite in front of `before`, or of `call.node`, and collects their traffic."""
 
     scope: Scope
     call: Call
@@ -56,6 +56,7 @@ class Sandwich:
     parameters: Mapping[str, torch.nn.Parameter]
     differentiable: set[fx.Node]
     traffic: list[Traffic] = dataclasses.field(default_factory=list)
+    before: fx.Node | None = None
 
     @property
     def at(self) -> str:
@@ -90,7 +91,7 @@ class Sandwich:
     def add(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """A new node in front of the call's node, with its stack trace and module path."""
         graph = self.scope.graph_module.graph
-        with graph.inserting_before(self.call.node):
+        with graph.inserting_before(self.before or self.call.node):
             node = graph.create_node("call_function", function, args, kwargs, name)
         for key in ("nn_module_stack", "stack_trace"):
             if key in self.call.node.meta:

@@ -1,0 +1,179 @@
+"""Lookups whose columns are on some of the ranks: their ids travel to these, those of many lookups together.
+
+    sent    = send([ids, ...], [offsets, ...], [weights, ...])         ids -> the ranks that own columns
+    columns = embedding_bag(sent, 0, weight_shard)                     on those ranks; None elsewhere
+    results = send_back(sent, [columns, ...])                          (B, D), ...
+
+Lookups stand together where the ids of all of them are known before the first one's result is.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from passes.ops import owned
+from passes.rewrite.sandwich import Sandwich
+from passes.sites import EMBEDDING_BAG, Call, Scope
+from passes.traffic import BACKWARD, FORWARD, itemsize_of, rows_of, shape_of
+
+_SIZES_BYTES = 3 * 8
+
+
+def groups(scope: Scope, calls: list[Call], parameters: Mapping[str, torch.nn.Parameter]) -> list[list[Call]]:
+    """The calls in groups that can be exchanged together, in the order of the graph.
+
+    Moves what the ids of a group depend on in front of its first call.
+    """
+    made: list[list[Call]] = []
+    for call in calls:
+        weight = parameters[scope.parameters[call.weight]]
+        if made and _wire(weight) == _wire(parameters[scope.parameters[made[-1][0].weight]]) and _join(made[-1], call):
+            made[-1].append(call)
+        else:
+            made.append([call])
+    return made
+
+
+def _wire(weight: torch.nn.Parameter) -> tuple[torch.dtype, torch.dtype]:
+    """The dtypes of what is sent back, and of ids."""
+    return weight.dtype, torch.int32 if weight.size(0) < 2**31 else torch.int64
+
+
+def _join(group: list[Call], call: Call) -> bool:
+    """Moves what the call's operands depend on in front of the group's first call; False if that may not be."""
+    first = group[0].node
+    order = {node: place for place, node in enumerate(first.graph.nodes)}
+    late: set[fx.Node] = set()
+    todo = _operands(call)
+    while todo:
+        node = todo.pop()
+        if order[node] > order[first] and node not in late:
+            late.add(node)
+            todo.extend(node.all_input_nodes)
+    between = [node for node, place in order.items() if order[first] < place < order[call.node]]
+    if not all(_is_pure(node) for node in late):
+        return False
+    if any(node.op != "get_attr" for node in late) and any(_may_write(node) for node in between):
+        return False
+    for node in sorted(late, key=order.__getitem__):
+        first.prepend(node)
+    return True
+
+
+def _operands(call: Call) -> list[fx.Node]:
+    candidates = (call.input, call.weight, call.options.get("offsets"), call.options.get("per_sample_weights"))
+    return [node for node in candidates if isinstance(node, fx.Node)]
+
+
+def _is_pure(node: fx.Node) -> bool:
+    """True for a node that may run earlier: it draws no random numbers, writes nothing, and is no layer."""
+    if node.op == "get_attr":
+        return True
+    if node.op == "call_method":
+        return not str(node.target).endswith("_")
+    if node.op != "call_function" or node.is_impure() or _may_write(node):
+        return False
+    tags = getattr(node.target, "tags", ())
+    random = torch.Tag.nondeterministic_seeded in tags or "dropout" in getattr(node.target, "__name__", "")
+    return not random and not getattr(node.target, "__name__", "").startswith("rand")
+
+
+def _may_write(node: fx.Node) -> bool:
+    """True for a node that may write into a tensor that another one reads."""
+    if node.op == "call_method":
+        return str(node.target).endswith("_")
+    if node.op == "call_module":
+        return True
+    if node.op != "call_function":
+        return False
+    schema = getattr(node.target, "_schema", None)
+    if schema is not None:
+        return bool(schema.is_mutable)
+    name = getattr(node.target, "__name__", "")
+    return (
+        name.endswith("_")
+        or node.target is operator.setitem
+        or bool(node.kwargs.get("inplace"))
+        or "out" in node.kwargs
+    )
+
+
+def rewrite(made: list[Sandwich], number: int) -> None:
+    """Replaces the calls of a group by one exchange."""
+    first, context = made[0], made[0].context
+    before = first.call.node
+    for sandwich in made:
+        sandwich.before = before
+    calls = [sandwich.call for sandwich in made]
+    rows = [context.plan.row(sandwich.weight_name) for sandwich in made]
+    sent = first.add(
+        f"lookups_{number}",
+        owned.send,
+        [call.input for call in calls],
+        [call.options.get("offsets") for call in calls],
+        [call.options.get("per_sample_weights") for call in calls],
+        tables=[(*row.shape, row.ranks) for row in rows],
+        bags=[call.op == EMBEDDING_BAG for call in calls],
+        last_offsets=[bool(call.options.get("include_last_offset")) for call in calls],
+        group=context.group,
+        ragged=context.ragged,
+        at=[sandwich.at for sandwich in made],
+    )
+    shards = [sandwich.shard(sandwich.call.weight) for sandwich in made]
+    columns = [
+        _look_up(sandwich, sent, place, shard) for place, (sandwich, shard) in enumerate(zip(made, shards, strict=True))
+    ]
+    back = first.add(f"results_{number}", owned.send_back, sent, columns, shards)
+    results = [
+        sandwich.add(f"{sandwich.call.node.name}_rows", operator.getitem, back, place)
+        for place, sandwich in enumerate(made)
+    ]
+    for sandwich, rows_of_rank in zip(made, results, strict=True):
+        _moves(sandwich)
+        sandwich.replace(rows_of_rank)
+
+
+def _look_up(sandwich: Sandwich, sent: fx.Node, place: int, shard: fx.Node) -> fx.Node:
+    call = sandwich.call
+    options: dict[str, Any] = {"at": sandwich.at, **sandwich.lookup_options()}
+    if call.op == EMBEDDING_BAG:
+        return sandwich.add(
+            f"{call.node.name}_columns", owned.embedding_bag, sent, place, shard, mode=call.options["mode"], **options
+        )
+    return sandwich.add(f"{call.node.name}_columns", owned.embedding, sent, place, shard, **options)
+
+
+def _moves(sandwich: Sandwich) -> None:
+    """Notes the part of one lookup in what the group puts on the wire.
+
+    Every rank sends its ids to each owner but itself: with k owners, k * (W - 1) times.
+    """
+    call, context = sandwich.call, sandwich.context
+    sizes = context.plan.row(sandwich.weight_name).sizes(context.world_size)
+    owners = sum(size > 0 for size in sizes)
+    wire = _wire(sandwich.weight)[1].itemsize
+    if context.ragged:
+        sandwich.moves("all_to_all", FORWARD, sympy.Integer(owners * _SIZES_BYTES))
+    numbers = rows_of(call.input)
+    results = rows_of(call.input)
+    offsets, weights = call.options.get("offsets"), call.options.get("per_sample_weights")
+    if isinstance(offsets, fx.Node):
+        numbers += rows_of(offsets)
+        results = rows_of(offsets) - int(bool(call.options["include_last_offset"]))
+    elif call.op == EMBEDDING_BAG:
+        shape = shape_of(call.input)
+        results = sympy.Symbol(f"bags_{call.node.name}", integer=True, positive=True) if shape is None else shape[0]
+    sandwich.moves("all_to_all", FORWARD, owners * wire * numbers)
+    if isinstance(weights, fx.Node):
+        for direction in (FORWARD, BACKWARD) if weights in sandwich.differentiable else (FORWARD,):
+            sandwich.moves(
+                "all_to_all", direction, owners * itemsize_of(weights, sandwich.weight.dtype) * rows_of(weights)
+            )
+    for direction in (FORWARD, BACKWARD) if call.result in sandwich.differentiable else (FORWARD,):
+        sandwich.moves("all_to_all", direction, results * sum(sizes) * itemsize_of(call.result, sandwich.weight.dtype))
