@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import marshal
+import math
 from collections.abc import Iterator
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 from torch.utils import _pytree as pytree
 
 from autoshard import hazards, torchrec_modules
@@ -37,6 +41,34 @@ MODE_SENSITIVE = (
     nn.RNNBase,
     nn.RReLU,
 )
+
+
+class InputChecks(nn.Module):
+    """What torch.export checks of the inputs. Torch's own module for it holds a function that cannot be pickled."""
+
+    _is_impure = True
+
+    def __init__(self, code: CodeType) -> None:
+        super().__init__()
+        function = FunctionType(code, {**SYMPY_INTERP, "inf": math.inf})
+        self._code = code
+        self.forward = torch._dynamo.dont_skip_tracing(function)
+
+    def __reduce__(self) -> Any:
+        return _input_checks, (marshal.dumps(self._code),)
+
+
+def _input_checks_code(module: nn.Module | None) -> CodeType | None:
+    """The code of torch.export's checks; None for another module, and where torch keeps it in another place."""
+    if module is None or type(module).__name__ != "GuardsFn":
+        return None
+    function = inspect.getclosurevars(module.forward).nonlocals.get("func")
+    code: CodeType | None = getattr(function, "__code__", None)
+    return None if code is None or code.co_freevars else code
+
+
+def _input_checks(code: bytes) -> InputChecks:
+    return InputChecks(marshal.loads(code))
 
 
 def capture_export(model: nn.Module, example_inputs: Any) -> Capture:
@@ -105,6 +137,10 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mod
     if effect is not None:
         raise Untraceable(effect)
     graph_module = program.module()
+    for name, child in list(graph_module._modules.items()):
+        code = _input_checks_code(child)
+        if code is not None:
+            graph_module._modules[name] = InputChecks(code)
     _rename_own_attributes(graph_module, model, f"_autoshard_{'train' if mode else 'eval'}")
     return graph_module
 

@@ -20,6 +20,7 @@ data, so that the module can be copied and pickled.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import itertools
@@ -214,12 +215,11 @@ def use_graph(
     install(module, GraphForward.of(graphs, mode_sensitive))
 
 
-def use_local_parameters(module: nn.Module, group: str, reduction: str) -> None:
-    """Lets a module's own forward see its replicated parameters as plain tensors.
+def use_local_parameters(module: nn.Module, names: tuple[str, ...], group: str, reduction: str) -> None:
+    """Lets a module's own forward see its replicated parameters, those of `names`, as plain tensors.
 
     A module without a forward of its own has its parameters read by others, so everybody sees them so.
     """
-    names = tuple(module._parameters)
     without_forward = type(module).forward is nn.Module.forward
     if without_forward or isinstance(module, (nn.ParameterList, nn.ParameterDict)):
         install(module, LocalForAll(names, group, reduction))
@@ -227,15 +227,17 @@ def use_local_parameters(module: nn.Module, group: str, reduction: str) -> None:
         install(module, LocalForward(names, group, reduction))
 
 
-def expose_parameters(module: nn.Module, group: str, reduction: str) -> None:
-    """Lets everybody see a module's replicated parameters as plain tensors."""
-    install(module, LocalForAll(tuple(module._parameters), group, reduction))
+def expose_parameters(module: nn.Module, names: tuple[str, ...], group: str, reduction: str) -> None:
+    """Lets everybody see a module's replicated parameters, those of `names`, as plain tensors."""
+    install(module, LocalForAll(names, group, reduction))
 
 
 def install(module: nn.Module, recipe: Recipe) -> None:
     """Makes the module's class by the recipe."""
     original = type(module)
     own = {_ORIGINAL: original, _RECIPE: recipe, "__reduce_ex__": _reduce}
+    if isinstance(module, fx.GraphModule):
+        own["__deepcopy__"] = _deepcopy  # torch's own makes a module of the graph as it was traced
     module.__class__ = _subclass(original, {**recipe.namespace(original), **own})
     twin_namespace = recipe.twin_namespace()
     if twin_namespace is not None:
@@ -263,8 +265,18 @@ def restore_class(module: nn.Module) -> None:
 
 
 def _reduce(self: nn.Module, _: Any) -> Any:
-    state = {name: value for name, value in self.__dict__.items() if name != _TWIN}
+    state = self.__getstate__()  # torch's recurrent layers leave out what cannot be pickled
+    if isinstance(state, dict):
+        state = {name: value for name, value in state.items() if name != _TWIN}
     return _rebuild, (original_class(self), getattr(type(self), _RECIPE)), state
+
+
+def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    rebuild, arguments, state = _reduce(self, None)
+    module: nn.Module = rebuild(*arguments)
+    memo[id(self)] = module
+    module.__setstate__(copy.deepcopy(state, memo))
+    return module
 
 
 def _rebuild(original: type[nn.Module], recipe: Recipe) -> nn.Module:

@@ -198,12 +198,12 @@ _HARMLESS_READS = frozenset({"dtype", "device", "shape", "size", "ndim", "requir
 
 
 def parameter_reads(module: torch.nn.Module) -> Iterator[tuple[str, ...]]:
-    """Paths of what a module's forward may read below its children: `self.child.weight` -> ("child", "weight").
+    """Paths of the parameters that a module's forward may read: `self.child.weight` -> ("child", "weight").
 
-    Where the child goes by another name (`head = self.child; head.weight`), it may be any child that has such a
+    Where the child goes by another name (`head = self.child; head.weight`), it may be any module that has such a
     parameter.
     """
-    below = [tuple(name.split(".")) for name, _ in module.named_parameters() if "." in name]
+    paths = [tuple(name.split(".")) for name, _ in module.named_parameters(remove_duplicate=False)]
     for tree in _reachable(type(module)):
         harmless = {
             id(node.value)
@@ -220,8 +220,19 @@ def parameter_reads(module: torch.nn.Module) -> Iterator[tuple[str, ...]]:
                 path = _own_path(node)
                 if len(path) > 1:
                     yield path
+                elif path:
+                    yield from _own_parameters(module, path[0])
                 elif not path and not _is_module_constant(node):
-                    yield from (names for names in below if names[-1] == node.attr)
+                    yield from (names for names in paths if names[-1] == node.attr)
+
+
+def _own_parameters(module: torch.nn.Module, name: str) -> Iterator[tuple[str, ...]]:
+    """What `self.name` gives of parameters: one, or all of a list or dict of them."""
+    if name in module._parameters:
+        yield (name,)
+    child = module._modules.get(name)
+    if isinstance(child, (torch.nn.ParameterList, torch.nn.ParameterDict)):
+        yield from ((name, key) for key in child._parameters)
 
 
 def _reachable(cls: type) -> Iterator[ast.AST]:

@@ -1,6 +1,8 @@
 """One spelling for every site, so that each op kind needs one rewrite.
 
 InlineLayers    call_module of a torch layer               -> get_attr of its parameters and the function
+FoldRenorm      detach, embedding_renorm_, then a lookup   -> a lookup with max_norm
+                (how torch.export writes max_norm)
 FoldFixedBags   embedding_bag of flattened ids (B*L,) with -> embedding_bag of ids (B, L)
                 offsets 0, L, 2L, ...  (how torch.export
                 writes a bag of 2-D ids)
@@ -31,6 +33,21 @@ class InlineLayers(GraphPass):
                 layer = scope.graph_module.get_submodule(str(node.target))
                 if plain_layer(layer) is not None:
                     _inline(node, layer, scope.graph_module)
+                    modified = True
+        return PassResult(graph_module, modified)
+
+
+class FoldRenorm(GraphPass):
+    """Gives lookups their max_norm back: the renorm is then one of all ranks' ids and of whole rows."""
+
+    def call(self, graph_module: fx.GraphModule) -> PassResult:
+        modified = False
+        for scope in scopes(graph_module):
+            graph = scope.graph_module.graph
+            for node in graph.find_nodes(op="call_function", target=torch.ops.aten.embedding_renorm_.default):
+                call = _renormed_lookup(node)
+                if call is not None:
+                    _fold_renorm(node, call, graph)
                     modified = True
         return PassResult(graph_module, modified)
 
@@ -121,6 +138,36 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
     EMBEDDING_BAG: (*_LOOKUP_OPTIONS, "mode", "include_last_offset"),
     LINEAR: (),
 }
+
+
+def _renormed_lookup(renorm: fx.Node) -> Call | None:
+    """The lookup that a renorm belongs to: the next use of the weight, with the same ids."""
+    detached, ids = renorm.args[:2]
+    if renorm.users or not isinstance(detached, fx.Node) or detached.target is not torch.ops.aten.detach.default:
+        return None
+    (weight,) = detached.all_input_nodes
+    if len(detached.users) > 1:
+        return None
+    node = renorm.next
+    while node.op != "root":
+        if weight in node.all_input_nodes:
+            call = match(node)
+            return call if call is not None and call.weight is weight and call.input is ids else None
+        node = node.next
+    return None
+
+
+def _fold_renorm(renorm: fx.Node, call: Call, graph: fx.Graph) -> None:
+    function = _FUNCTION[call.op]
+    norm = dict(zip(("max_norm", "norm_type"), renorm.args[2:], strict=True))
+    with graph.inserting_before(call.node):
+        new = graph.call_function(function, (call.input, call.weight), {**call.options, **norm})
+    new.meta.update(call.result.meta)
+    call.result.replace_all_uses_with(new)
+    detached = renorm.args[0]
+    for node in [*call.node.users, call.node, renorm]:
+        graph.erase_node(node)
+    _erase_unused([detached], graph)
 
 
 def _fold(call: Call, graph: fx.Graph) -> bool:

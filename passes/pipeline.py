@@ -13,7 +13,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from passes.errors import RewriteError, describe
 from passes.graph_pass import Edit, GraphPass
-from passes.normalize import FoldFixedBags, InlineLayers, InlineModes
+from passes.normalize import FoldFixedBags, FoldRenorm, InlineLayers, InlineModes
 from passes.ops import redistribute
 from passes.ops.renorm import renorm
 from passes.rewrite import embedding, embedding_bag, linear, owned, parameters
@@ -281,6 +281,6 @@ def _in_batch(edit: Edit, symbol: sympy.Symbol | None) -> Edit:
 
 def normalize(graph_module: fx.GraphModule) -> None:
     """Brings every site into one spelling, in place; the graph computes what it computed before."""
-    for graph_pass in (InlineModes(), InlineLayers(), FoldFixedBags()):
+    for graph_pass in (InlineModes(), InlineLayers(), FoldRenorm(), FoldFixedBags()):
         graph_pass(graph_module)
     graph_module.recompile()
