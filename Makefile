@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+N ?= 10000
+SEED ?= 1
 
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
@@ -9,7 +11,7 @@ ZOO_STAMP := $(VENV)/.installed-zoo
 CRITEO := $(wildcard ../shared/data/criteo_sample.csv)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint clean
+.PHONY: help demo test test-all fuzz lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,6 +24,9 @@ test: $(STAMP) ## run the tests, except those marked zoo, slow or gpu (ARGS="-k 
 
 test-all: $(ZOO_STAMP) ## run every test (ARGS is passed on)
 	$(PY) -m pytest -q tests $(ARGS)
+
+fuzz: $(STAMP) ## run N random cases against one process, from SEED on (N=10000 SEED=1)
+	$(PY) -m pytest -q tests/fuzz --fuzz-cases $(N) --fuzz-seed $(SEED) $(ARGS)
 
 lint: $(STAMP) ## ruff (lint, format check) and mypy
 	$(PY) -m ruff check .

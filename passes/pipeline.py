@@ -31,7 +31,7 @@ _ROWWISE = {
     False: "Replicate -> Shard(-1) -> Partial -> Replicate",
 }
 _OWNED = "Shard(0) -> ranks with columns -> Shard(-1) -> Shard(0)"
-_GATHERED = "Shard(0) -> Replicate -> Shard(0)"
+_WHOLE = {True: "Shard(0) -> Replicate -> Shard(0)", False: "Replicate"}
 _REWRITES: Mapping[str, Callable[[Sandwich], None]] = {
     EMBEDDING: embedding.rewrite,
     EMBEDDING_BAG: embedding_bag.rewrite,
@@ -78,16 +78,19 @@ class RewriteSites(GraphPass):
         for scope in scopes(graph_module, self._prefix):
             differentiable = _differentiable(scope, inputs=bool(self._prefix))
             for call in calls(scope):
-                if scope.parameters[call.weight] in sharded or self._needs_all_ids(call):
+                if scope.parameters[call.weight] in sharded or self._concerns_whole_tables(call):
                     sandwich = Sandwich(scope, call, self._context, self._parameters, differentiable)
                     self.record(_rewrite(sandwich))
         return PassResult(graph_module, len(self.edits) > before)
 
-    def _needs_all_ids(self, call: Call) -> bool:
-        """True for options that change with the ids of the other ranks: their counts, the rows that are renormed."""
-        options = call.options
-        mixing = options.get("max_norm") is not None or options.get("scale_grad_by_freq", False)
-        return self._context.batch_sharded and bool(mixing)
+    def _concerns_whole_tables(self, call: Call) -> bool:
+        """True for options that a whole table cannot leave to torch.
+
+        The counts of ids, and the rows that are renormed, are those of all ranks; and torch does not write into what a
+        DTensor gives as its local tensor.
+        """
+        by_frequency = bool(call.options.get("scale_grad_by_freq", False))
+        return call.options.get("max_norm") is not None or (self._context.batch_sharded and by_frequency)
 
     def ensures(self, graph_module: fx.GraphModule) -> None:
         """No site of a sharded weight is left."""
@@ -138,7 +141,7 @@ def _rewrite(sandwich: Sandwich) -> Edit:
     rowwise = call.op == LINEAR and row.dim == 1
     what = f"sharded by column over {context.world_size} ranks"
     if row.dim is None:
-        what, placement = "whole on every rank, computed for the ids of all", _GATHERED
+        what, placement = "whole on every rank", _WHOLE[context.batch_sharded]
     elif rowwise:
         what, placement = f"sharded by input column over {context.world_size} ranks", _ROWWISE[context.batch_sharded]
     else:

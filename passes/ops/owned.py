@@ -228,7 +228,6 @@ def send_back(sent: Sent, columns: Sequence[Tensor | None], shards: Sequence[Ten
             gets it into its graph through those that are empty.
     """
     found = [x for x in columns if x is not None]
-    like = found[0] if found else shards[0]
     empty = [x.reshape(-1) for x in shards if x.size(1) == 0]
     world, way = len(sent.sizes[0]), sent.way
     if way.starts:

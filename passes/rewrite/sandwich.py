@@ -102,7 +102,8 @@ class Sandwich:
         """This rank's part of a parameter as a plain tensor: its columns, or all of it where it is replicated."""
         arguments = (self.context.group, self.context.reduction)
         if self.colwise:
-            return self.add(f"{parameter.name}_shard", redistribute.local_columns, parameter, *arguments)
+            sparse = {"sparse": True} if self.context.plan.row(self.weight_name).sparse_gradient else {}
+            return self.add(f"{parameter.name}_shard", redistribute.local_columns, parameter, *arguments, **sparse)
         return self.add(f"{parameter.name}_local", redistribute.replicate_parameter, parameter, *arguments)
 
     def counts(self, *operands: fx.Node | None) -> list[Any]:
@@ -138,6 +139,8 @@ class Sandwich:
     def gather_optional(self, x: fx.Node, counts: fx.Node | None) -> fx.Node:
         """The rows of all ranks of an operand that is None in some calls."""
         context = self.context
+        if not (self.colwise or context.batch_sharded):
+            return x
         self._gather_moves(x)
         name = f"{x.name}_all"
         if not context.batch_sharded:
@@ -162,6 +165,8 @@ class Sandwich:
 
     def _own_rows(self, columns: fx.Node, like: fx.Node | None, counts: fx.Node | None) -> fx.Node:
         """The call's result where every rank has computed all of it."""
+        if not self.context.batch_sharded:
+            return columns
         name, group = f"{self.call.node.name}_rows", self.context.group
         if self.context.ragged:
             return self.add(name, ragged.own_rows_ragged, columns, like, counts, group)

@@ -73,7 +73,8 @@ def _shape(draw: st.DrawFn, options: dict[str, Any], ragged: bool, least: int) -
 def _linear(draw: st.DrawFn, options: dict[str, Any], ragged: bool) -> Case:
     inputs = draw(st.integers(1, 20))
     shape = (*_shape(draw, options, ragged, least=0), inputs)
-    then = draw(st.none() | st.integers(1, 9))
+    # In half precision a second layer makes of one rounding a difference of any size.
+    then = draw(st.none() | st.integers(1, 9)) if options["dtype"] in ("float32", "float64") else None
     return Case(LINEAR, shape, inputs, bias=draw(st.booleans()), then=then, **options)
 
 
@@ -81,7 +82,8 @@ def _bags(draw: st.DrawFn, options: dict[str, Any], ragged: bool) -> tuple[int, 
     options["mode"] = draw(st.sampled_from(("sum", "mean", "max")))
     options["weighted"] = options["mode"] == "sum" and draw(st.booleans())
     if draw(st.booleans()):
-        shape: tuple[int, ...] = (draw(st.integers(0, 6)), draw(st.integers(0, 5)))
+        # torch refuses bags of 0 ids without offsets.
+        shape: tuple[int, ...] = (draw(st.integers(0, 6)), draw(st.integers(1, 5)))
         if ragged:
             options["sizes"] = tuple(draw(st.integers(0, 6)) for _ in options["ranks"])
         return shape

@@ -38,7 +38,13 @@ class Fuzz:
         """Each hundred requests have a seed of their own, the first one `first_seed`."""
         number = first_seed
         while self.count.total() < self.limit:
-            rules = settings(max_examples=100, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+            rules = settings(
+                max_examples=100,
+                deadline=None,
+                database=None,
+                report_multiple_bugs=False,
+                suppress_health_check=list(HealthCheck),
+            )
             seed(number)(rules(given(requests(backends))(self._check)))()
             number += 1
 

@@ -80,6 +80,10 @@ class Oracle:
         per_sample: list[Tensor] = [leaf for leaf in leaves if leaf is not None]
         if all(batch.offsets is None for batch in batches):
             return self._bags(self._joined(ids), None, self._joined(per_sample) if per_sample else None)
+        renormed = case.tail > 0 and case.max_norm is not None
+        if renormed:  # torch renorms the rows of the ids that it then leaves out, too
+            with torch.no_grad():
+                torch.embedding_renorm_(self.parameters[0].detach(), torch.cat(ids), case.max_norm, case.norm_type)
         offsets, base = [], 0
         for place, batch in enumerate(batches):
             assert batch.offsets is not None
@@ -91,17 +95,19 @@ class Oracle:
                     per_sample[place] = per_sample[place][:end]
             offsets.append(starts + base)
             base += ids[place].numel()
-        return self._bags(self._joined(ids), torch.cat(offsets), self._joined(per_sample) if per_sample else None)
+        weights = self._joined(per_sample) if per_sample else None
+        return self._bags(self._joined(ids), torch.cat(offsets), weights, **({"max_norm": None} if renormed else {}))
 
     def _joined(self, parts: list[Tensor]) -> Tensor:
         """Behind one another; a replicated one keeps its strides, which decide what CPU kernel torch takes."""
         return parts[0] if self.case.replicated else torch.cat(parts)
 
-    def _bags(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Tensor:
+    def _bags(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, **changed: None) -> Tensor:
         table = self.parameters[0]
         if (ids.size(0) if offsets is None else offsets.numel()) == 0:
             return table[:0] + 0
-        return F.embedding_bag(ids, table, offsets, mode=self.case.mode, per_sample_weights=weights, **self._options())
+        options = self._options() | changed
+        return F.embedding_bag(ids, table, offsets, mode=self.case.mode, per_sample_weights=weights, **options)
 
     def _options(self) -> dict[str, object]:
         case = self.case

@@ -1,0 +1,27 @@
+"""What the fuzz suite once found, by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.matrix.case import BAG, EMBEDDING, Case
+from tests.matrix.run import run_cases
+from tests.pool import Pool
+
+FOUND = {
+    "a whole table with max_norm and replicated inputs": Case(
+        EMBEDDING, (), 1, 1, (0, 2), replicated=True, plan="replicate", max_norm=3.5, norm_type=0.0, zeros=True
+    ),
+    "the same with weights per sample": Case(
+        BAG, (9,), 17, 12, bags=4, weighted=True, replicated=True, plan="replicate", max_norm=3.5
+    ),
+    "max_norm of ids behind the last offset": Case(
+        BAG, (8,), 18, 7, (0, 2), mode="max", bags=4, include_last_offset=True, tail=5, max_norm=2.0, norm_type=3.0
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FOUND.values(), ids=FOUND.keys())
+def test_what_was_found(pool: Pool, case: Case) -> None:
+    for found in (case, case.on(1, 3, 0)):
+        assert pool.run(run_cases, [found], ranks=found.ranks) == [[]] * found.world
