@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.utils import _pytree as pytree
 
-from autoshard import autoshard, sharding_plan
-from tests.models import MODELS, Args, relative
+from autoshard import autoshard, parameters, sharding_plan
+from autoshard.parameters import Shape, local_shapes
+from tests.models import MODELS, Args, Model, relative
 
 # Adam divides a gradient by its own size; the default eps of 1e-8 would blow up the rounding of entries near zero.
 OPTIMIZERS: Mapping[str, Any] = {"sgd": torch.optim.SGD, "adam": functools.partial(torch.optim.Adam, eps=1e-4)}
@@ -90,11 +91,9 @@ def loss_of(output: Any, first_row: int, rows: int) -> Tensor:
     return torch.stack(terms).sum()
 
 
-def whole(tensor: Tensor | None) -> Tensor | None:
-    if tensor is None:
-        return None
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+def whole(tensor: Tensor | None, shape: Shape | None = None) -> Tensor | None:
+    """The whole tensor, dense; `shape` is given for the part of a table whose gradients are sparse."""
+    return None if tensor is None else parameters.whole(tensor, shape).clone()
 
 
 def difference(expected: Tensor | None, got: Tensor | None) -> float:
@@ -107,13 +106,17 @@ def difference(expected: Tensor | None, got: Tensor | None) -> float:
 
 def train_both(mesh: DeviceMesh, setting: Setting) -> Result:
     """Runs on every rank."""
+    return train_case(mesh, MODELS[setting.model], setting)
+
+
+def train_case(mesh: DeviceMesh, case: Model, setting: Setting) -> Result:
+    """`train_both` for a model that is not in the register."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return _train_both(mesh, setting)
+        return _train_case(mesh, case, setting)
 
 
-def _train_both(mesh: DeviceMesh, setting: Setting) -> Result:
-    case = MODELS[setting.model]
+def _train_case(mesh: DeviceMesh, case: Model, setting: Setting) -> Result:
     world, rank = (1, 0) if setting.replicated else (mesh.size(), mesh.get_local_rank())
     original = case.make().train(setting.capture_training)
     model = copy.deepcopy(original)
@@ -186,11 +189,14 @@ def _compare(original: nn.Module, sharded: nn.Module, kind: str, result: Result)
     named = "named_buffers" if kind == "buffers" else "named_parameters"
     wanted, found = dict(getattr(original, named)()), dict(getattr(sharded, named)())
     assert wanted.keys() <= found.keys()
+    shapes = local_shapes(sharded)
     differences: dict[str, float] = getattr(result, kind)
     for name, want in wanted.items():
         got = found[name]
         pair = (want.grad, got.grad) if kind == "gradients" else (want, got)
-        differences[name] = max(differences.get(name, 0.0), difference(whole(pair[0]), whole(pair[1])))
+        differences[name] = max(
+            differences.get(name, 0.0), difference(whole(pair[0]), whole(pair[1], shapes.get(name)))
+        )
 
 
 def require_equal(results: list[Result], limit: float = ROUNDING) -> None:

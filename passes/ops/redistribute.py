@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 
+from passes.errors import InputError, describe
 from passes.layout import chunk_offset, chunk_sizes
 from passes.ops import checks
 from passes.ops.collectives import (
@@ -353,15 +354,16 @@ def replicate_parameter(parameter: Tensor, group: str, reduction: str) -> Tensor
     return _scale_gradient(apply(_ReduceGradient, local, group), group, reduction)
 
 
-def local_columns(parameter: Tensor, group: str, reduction: str) -> Tensor:
+def local_columns(parameter: Tensor, group: str, reduction: str, *, sparse: bool = False) -> Tensor:
     """This rank's shard of a parameter, as a plain tensor.
 
     Args:
-        parameter: a DTensor that is sharded along its feature axis, on all ranks or on some; or a plain Parameter that
-            holds this rank's columns, whose gradient is sparse.
+        parameter: a DTensor that is sharded along its feature axis, on all ranks or on some; or, where its gradient is
+            sparse, a plain tensor that holds this rank's columns.
         group: name of the process group.
         reduction: "mean" divides the gradient, which arrives summed over the ranks' rows, by W; "sum" and "none" do
             not.
+        sparse: the gradient is sparse.
 
     Returns:
         The shard; without columns on a rank that holds none, yet it carries a gradient there too, so that every rank
@@ -371,6 +373,15 @@ def local_columns(parameter: Tensor, group: str, reduction: str) -> Tensor:
         if parameter.device_mesh.get_coordinate() is None:
             return apply(_NoColumns, parameter)
         return _scale_gradient(parameter.to_local(), group, reduction)
+    if not sparse:
+        raise InputError(
+            describe(
+                "a parameter that is sharded",
+                f"a plain tensor of shape {tuple(parameter.shape)} stands in its place",
+                "a DTensor with the placement of the parameter",
+                "Make it of the sharded model's own: {name: f(p) for name, p in model.named_parameters()}.",
+            )
+        )
     if parameter.size(1) == 0:
         return parameter.new_zeros(parameter.shape).requires_grad_(parameter.requires_grad)
     return _scale_gradient(parameter, group, reduction)
