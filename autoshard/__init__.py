@@ -3,6 +3,7 @@
 from autoshard.api import autoshard, graph_diff, sharding_plan, unshard
 from autoshard.diff import GraphDiff
 from autoshard.jagged import KeyedJaggedTensor
+from autoshard.optim import clip_grad_norm_
 from autoshard.sparse_features import SparseFeatures, SparseFeaturesAllToAll
 from autoshard.verify import Certificate, verify
 from passes.errors import (
@@ -39,6 +40,7 @@ __all__ = [
     "SparseFeatures",
     "SparseFeaturesAllToAll",
     "autoshard",
+    "clip_grad_norm_",
     "graph_diff",
     "sharding_plan",
     "unshard",

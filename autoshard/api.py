@@ -204,12 +204,21 @@ def unshard(sharded: M) -> M:
     Raises:
         AutoshardError: if the model did not come from `autoshard()`.
     """
-    _record(sharded)
+    mesh = mesh_of(sharded)
     for module in sharded.modules():
         forwards.restore(module)
-    parameters.gather_parameters(sharded)
+    parameters.gather_parameters(sharded, mesh)
     del sharded.__dict__[_RECORD]
     return sharded
+
+
+def mesh_of(sharded: nn.Module) -> DeviceMesh:
+    """The mesh that a model is sharded over.
+
+    Raises:
+        AutoshardError: if the model did not come from `autoshard()`.
+    """
+    return _record(sharded).mesh
 
 
 def _record(model: nn.Module) -> Record:

@@ -6,6 +6,7 @@ why.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import inspect
 import marshal
@@ -50,7 +51,8 @@ class InputChecks(nn.Module):
 
     def __init__(self, code: CodeType) -> None:
         super().__init__()
-        function = FunctionType(code, {**SYMPY_INTERP, "inf": math.inf})
+        # Dynamo asks a function's globals for its built-in names.
+        function = FunctionType(code, {**SYMPY_INTERP, "inf": math.inf, "__builtins__": builtins})
         self._code = code
         self.forward = torch._dynamo.dont_skip_tracing(function)
 

@@ -49,24 +49,20 @@ def resolve_mesh(mesh: DeviceMesh | None, model: nn.Module) -> DeviceMesh:
 def owner_meshes(mesh: DeviceMesh, plan: ShardingPlan) -> dict[tuple[int, ...], DeviceMesh]:
     """For tables whose columns are on some of the ranks: these, as places in the mesh -> a mesh of them.
 
-    Collective over all processes: each of these meshes has a process group, for DTensor's own operations.
-
-    Raises:
-        MeshError: if it has some and the mesh is not one of all ranks in ascending order.
+    Such a mesh has a process group, for DTensor's own `full_tensor()`, only if the model is sharded over all processes
+    in ascending order, as every process takes part in making one. Nothing else needs it: optimizers and checkpoints do
+    not communicate, and what a step exchanges goes through the group of the model's mesh. Collective over that mesh.
     """
     wanted = dict.fromkeys(row.ranks for row in plan.rows if row.ranks is not None)
     ranks = mesh.mesh.flatten().tolist()
-    if wanted and ranks != list(range(dist.get_world_size())):
-        raise MeshError(
-            describe(
-                "plan",
-                f"it puts tables on some ranks of the mesh {ranks}",
-                f"a mesh of all {dist.get_world_size()} ranks, in ascending order, as every process takes part in "
-                "making the groups of the tables' ranks",
-                'Use such a mesh, or "colwise" for these tables.',
-            )
-        )
-    return {chosen: DeviceMesh(mesh.device_type, list(chosen), mesh_dim_names=OWNERS) for chosen in wanted}
+    whole_world = ranks == list(range(dist.get_world_size()))
+    meshes = {}
+    for chosen in wanted:
+        places = [ranks[place] for place in chosen]
+        meshes[chosen] = DeviceMesh(mesh.device_type, places, mesh_dim_names=OWNERS, _init_backend=whole_world)
+        if not whole_world:
+            meshes[chosen]._dim_group_names = []  # what a mesh has on ranks outside of it; Dynamo asks for it
+    return meshes
 
 
 def is_of_owners(mesh: DeviceMesh) -> bool:

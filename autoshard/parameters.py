@@ -68,9 +68,10 @@ class Shape:
         if not isinstance(self.placement, Shard):
             return whole
         dim = self.placement.dim
-        if self.mesh.get_coordinate() is None:
+        coordinate = self.mesh.get_coordinate()
+        if coordinate is None:
             return whole.narrow(dim, 0, 0)
-        world, rank = self.mesh.size(), self.mesh.get_local_rank()
+        world, (rank,) = self.mesh.size(), coordinate
         length = self.shape[dim]
         return whole.narrow(dim, chunk_offset(length, world, rank), chunk_sizes(length, world)[rank])
 
@@ -200,12 +201,13 @@ def local_shapes(model: nn.Module) -> dict[str, Shape]:
     }
 
 
-def whole(value: Tensor, shape: Shape | None) -> Tensor:
+def whole(value: Tensor, shape: Shape | None, mesh: DeviceMesh | None = None) -> Tensor:
     """The whole of a parameter or gradient, dense, on every rank. Collective over the model's mesh.
 
     Args:
         value: a DTensor, or a plain tensor of this rank's part.
         shape: of the plain tensor; None for a DTensor or a tensor that is whole.
+        mesh: the model's. Needed where a table is on some of the ranks.
     """
     value = value.detach()
     if not isinstance(value, DTensor):
@@ -213,32 +215,40 @@ def whole(value: Tensor, shape: Shape | None) -> Tensor:
         if shape is None:
             return dense
         value = shape.wrap(dense)
-    full = value.full_tensor()
-    return _from_owner(full, value) if is_of_owners(value.device_mesh) else full
+    if not is_of_owners(value.device_mesh):
+        return value.full_tensor()
+    assert mesh is not None
+    return _from_owners(value, mesh)
 
 
-def whole_gradient(parameter: Tensor, shape: Shape | None) -> Tensor | None:
+def whole_gradient(parameter: Tensor, shape: Shape | None, mesh: DeviceMesh | None = None) -> Tensor | None:
     """`whole` of the parameter's gradient; None if it has none on any rank."""
-    gradient, mesh = parameter.grad, parameter.device_mesh if isinstance(parameter, DTensor) else None
+    gradient, of = parameter.grad, parameter.device_mesh if isinstance(parameter, DTensor) else None
     if shape is not None:
-        mesh = shape.mesh
-    if mesh is not None and is_of_owners(mesh):
+        of = shape.mesh
+    if of is not None and is_of_owners(of):
+        assert mesh is not None
         has_one = torch.tensor([gradient is not None], dtype=torch.int32, device=mesh.device_type)
-        dist.broadcast(has_one, src=int(mesh.mesh[0]))
+        dist.broadcast(has_one, src=int(of.mesh[0]), group=mesh.get_group())
         if bool(has_one) and gradient is None:
             gradient = torch.zeros_like(parameter)
-    return None if gradient is None else whole(gradient, shape)
+    return None if gradient is None else whole(gradient, shape, mesh)
 
 
-def _from_owner(full: Tensor, value: DTensor) -> Tensor:
-    """What the owners of a table have gathered, for the ranks that hold none of it too."""
-    if value.device_mesh.get_coordinate() is None:
-        full = value.to_local().new_empty(value.shape)
-    dist.broadcast(full, src=int(value.device_mesh.mesh[0]))
-    return full
+def _from_owners(value: DTensor, mesh: DeviceMesh) -> Tensor:
+    """The columns of a table from each of the ranks that it is on."""
+    (placement,), of = value.placements, value.device_mesh
+    assert isinstance(placement, Shard)
+    local, coordinate, pieces = value.to_local(), of.get_coordinate(), []
+    for place, size in enumerate(chunk_sizes(value.size(placement.dim), of.size())):
+        shape = [size if dim == placement.dim else length for dim, length in enumerate(value.shape)]
+        piece = local.contiguous() if coordinate is not None and coordinate[0] == place else local.new_empty(shape)
+        dist.broadcast(piece, src=int(of.mesh[place]), group=mesh.get_group())
+        pieces.append(piece)
+    return torch.cat(pieces, placement.dim)
 
 
-def gather_parameters(model: nn.Module) -> None:
+def gather_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
     """Turns every parameter back into a whole, plain one, in place. Collective over the mesh."""
     shapes = local_shapes(model)
     made: dict[int, nn.Parameter] = {}
@@ -249,7 +259,7 @@ def gather_parameters(model: nn.Module) -> None:
             if id(parameter) not in made:
                 shape = shapes.get(f"{path}.{name}" if path else name)
                 made[id(parameter)] = nn.Parameter(
-                    whole(parameter, shape).clone(), requires_grad=parameter.requires_grad
+                    whole(parameter, shape, mesh).clone(), requires_grad=parameter.requires_grad
                 )
             module._parameters[name] = made[id(parameter)]
         if module.__dict__.pop(_LOCAL, None) is not None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from tabulate import tabulate
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Shard
 from torch.utils import _pytree as pytree
 
@@ -211,8 +212,10 @@ def _verify_on_rank(job: _Job) -> tuple[tuple[Comparison, ...], int, int, Shardi
         del original
     batches = _Batches(job, device)
     example = batches.at(0, 0) if job.example_inputs else None
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     sharded = autoshard(
         model,
+        mesh,
         plan=job.plan,
         example_inputs=example,
         input_placement=job.input_placement,
@@ -221,7 +224,7 @@ def _verify_on_rank(job: _Job) -> tuple[tuple[Comparison, ...], int, int, Shardi
     plan = sharding_plan(sharded)
     torch._dynamo.reset()
     step_model = sharded if job.backend is None else torch.compile(sharded, backend=job.backend)
-    mine = _train(job, step_model, sharded, batches, [rank])
+    mine = _train(job, step_model, sharded, batches, [rank], mesh)
     outputs: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
     dist.gather_object([step.outputs[0] for step in mine], outputs)
     counters = torch._dynamo.utils.counters
@@ -229,7 +232,7 @@ def _verify_on_rank(job: _Job) -> tuple[tuple[Comparison, ...], int, int, Shardi
     if outputs is None:
         return (), graphs, breaks, plan
     ranks = range(dist.get_world_size()) if isinstance(job.input_placement, Shard) else range(1)
-    expected = _train(job, original, original, batches, list(ranks))
+    expected = _train(job, original, original, batches, list(ranks), None)
     return tuple(_compare(expected, mine, outputs)), graphs, breaks, plan
 
 
@@ -272,9 +275,14 @@ class _Step:
 
 
 def _train(
-    job: _Job, forward: Callable[..., Any], model: nn.Module, batches: _Batches, ranks: list[int]
+    job: _Job,
+    forward: Callable[..., Any],
+    model: nn.Module,
+    batches: _Batches,
+    ranks: list[int],
+    mesh: DeviceMesh | None,
 ) -> list[_Step]:
-    """The steps of a training, with the gradient of all `ranks`' losses together."""
+    """The steps of a training, with the gradient of all `ranks`' losses together; `mesh` is that of a sharded model."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = _OPTIMIZERS[job.optimizer](trained, lr=0.1) if trained else None
     steps = []
@@ -290,12 +298,12 @@ def _train(
                 divisor = 1 if job.gradient_reduction == SUM else len(ranks)
                 (job.loss(out) / divisor).backward()
         shapes = local_shapes(model)
-        gradients = {name: whole_gradient(p, shapes.get(name)) for name, p in model.named_parameters()}
+        gradients = {name: whole_gradient(p, shapes.get(name), mesh) for name, p in model.named_parameters()}
         gradients = {name: None if g is None else g.clone() for name, g in gradients.items()}
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
-        parameters = {name: whole(p, shapes.get(name)).clone() for name, p in model.named_parameters()}
+        parameters = {name: whole(p, shapes.get(name), mesh).clone() for name, p in model.named_parameters()}
         steps.append(_Step(outputs, gradients, parameters))
     return steps
 

@@ -156,7 +156,8 @@ def finish(x: Tensor, launched: Tensor, receive: list[int], send: list[int], tot
 def to_host(vectors: list[Tensor]) -> list[list[int]]:
     """The numbers of each vector, with one host synchronisation; unbacked sizes inside of torch.compile."""
     with torch._dynamo.patch_dynamo_config(capture_scalar_outputs=True):
-        flat = torch.cat(vectors).tolist() if vectors else []
+        # All in one copy: the compiler reads a tensor's elements one by one.
+        flat = torch.cat(vectors).cpu().tolist() if vectors else []
     if torch.compiler.is_compiling():
         for number in flat:
             torch._check(number >= 0)

@@ -109,7 +109,8 @@ def exchange_counts(operands: list[Tensor | None], group: str, *, at: str, featu
     mine = [0 if x is None else _batched(x, feature_dims).size(0) for x in operands]
     counts = all_gather(torch.tensor(mine, device=present[0].device), group).view(-1, len(mine))
     with torch._dynamo.patch_dynamo_config(capture_scalar_outputs=True):
-        flat = torch.cat([counts, counts.sum(0, keepdim=True)]).t().flatten().tolist()
+        # All in one copy: the compiler reads a tensor's elements one by one.
+        flat = torch.cat([counts, counts.sum(0, keepdim=True)]).t().flatten().cpu().tolist()
     for count in flat:
         torch._check(count >= 0)
     per_operand = len(flat) // len(mine)

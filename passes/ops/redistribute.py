@@ -203,7 +203,8 @@ def exchange_columns_for_rows(x: Tensor, num_columns: int, group: str) -> Tensor
     rows = x.size(0) // world
     flat = all_to_all(x.reshape(-1), [rows * d for d in sizes], [rows * sizes[rank]] * world, group)
     if len(set(sizes)) == 1:
-        return flat.view(world, rows, sizes[0]).transpose(0, 1).reshape(rows, num_columns)
+        by_row = flat.view(world, rows, sizes[0]).transpose(0, 1)
+        return by_row.reshape(rows, num_columns).contiguous()  # of one column each, `reshape` gives a view
     pieces = flat.split([rows * d for d in sizes])
     return torch.cat([piece.view(rows, d) for piece, d in zip(pieces, sizes, strict=True)], dim=1)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.matrix.case import BAG, EMBEDDING, Case
+from tests.matrix.case import BAG, EMBEDDING, LINEAR, Case
 from tests.matrix.run import run_cases
 from tests.pool import Pool
 
@@ -18,6 +18,7 @@ FOUND = {
     "max_norm of ids behind the last offset": Case(
         BAG, (8,), 18, 7, (0, 2), mode="max", bags=4, include_last_offset=True, tail=5, max_norm=2.0, norm_type=3.0
     ),
+    "one column on each rank": Case(LINEAR, (3, 1), 1, 3, (0, 1, 3), bias=False),
 }
 
 
