@@ -23,8 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from passes.errors import CaptureError, InputError, describe
+from passes.sites import EMBEDDING_BAG, plain_layer
 
 _MODULES = "torchrec.modules.embedding_modules"
+_BAG_OPTIONS = ("max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse", "padding_idx")
 
 # Of one feature: ids (N,), offsets (B+1,), weights (N,) or None, lengths (B,).
 Lists = tuple[Tensor, Tensor, Tensor | None, Tensor]
@@ -117,7 +119,7 @@ def _pooled(collection: Any) -> fx.Graph:
     for lookup in lookups:
         ids, offsets, weights, _ = lists[lookup.feature]
         operands = {"offsets": offsets, "per_sample_weights": weights if collection.is_weighted() else None}
-        pooled.append(_look_up(graph, collection, lookup, ids, operands))
+        pooled.append(_look_up(graph, collection, lookup, {"input": ids, **operands}))
     values = graph.call_function(join, (pooled, features, [lookup.feature for lookup in lookups]))
     names, widths = [lookup.name for lookup in lookups], [lookup.table.embedding_dim for lookup in lookups]
     graph.output(graph.call_function(sys.modules[_MODULES].KeyedTensor, (names, widths, values)))
@@ -131,7 +133,7 @@ def _unpooled(collection: Any) -> fx.Graph:
     found: dict[str, Any] = {}
     for lookup in lookups:
         ids, _, _, lengths = lists[lookup.feature]
-        values = _look_up(graph, collection, lookup, ids, {})
+        values = _look_up(graph, collection, lookup, {"input": ids})
         arguments = (values, ids if collection.need_indices() else None, lengths)
         found[lookup.name] = graph.call_function(sys.modules[_MODULES].JaggedTensor, arguments)
     graph.output(found)
@@ -157,14 +159,26 @@ def _take_apart(
     return keyed, lists
 
 
-def _look_up(
-    graph: fx.Graph, collection: nn.Module, lookup: _Lookup, ids: fx.Node, operands: dict[str, Any]
-) -> fx.Node:
+def _look_up(graph: fx.Graph, collection: nn.Module, lookup: _Lookup, operands: dict[str, Any]) -> fx.Node:
     """The node of a lookup's result, which is float32 whatever the table is."""
-    node = graph.create_node("call_module", lookup.layer, (ids,), operands, lookup.name)
     layer = collection.get_submodule(lookup.layer)
+    if "offsets" in operands and plain_layer(layer) == EMBEDDING_BAG:
+        node = _bag_without_last_offset(graph, layer, lookup, operands)
+    else:
+        node = graph.create_node("call_module", lookup.layer, (), operands, lookup.name)
     node.meta["nn_module_stack"] = {lookup.layer: (lookup.layer, type(layer))}
     return graph.call_method("float", (node,))
+
+
+def _bag_without_last_offset(graph: fx.Graph, layer: Any, lookup: _Lookup, operands: dict[str, Any]) -> fx.Node:
+    """The layer as its function, given the beginnings of its bags only: their lists have no ids behind the last one.
+
+    The last offset would be one number more per rank and feature on the wire, and one bag more in every lookup.
+    """
+    operands["offsets"] = graph.call_function(operator.getitem, (operands["offsets"], slice(None, -1)))
+    options = {name: getattr(layer, name) for name in _BAG_OPTIONS}
+    arguments = {**operands, "weight": graph.get_attr(f"{lookup.layer}.weight"), **options}
+    return graph.create_node("call_function", F.embedding_bag, (), arguments, lookup.name)
 
 
 def lists_of(features: Any, names: list[str], weighted: bool) -> list[Lists]:
