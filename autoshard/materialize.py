@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from autoshard import torchrec_modules
 from passes.errors import CaptureError, describe
 
 
@@ -38,10 +39,11 @@ def check_initialisable(model: nn.Module) -> None:
             )
 
 
-def initialise(modules: list[nn.Module], mesh: DeviceMesh) -> None:
+def initialise(model: nn.Module, modules: list[nn.Module], mesh: DeviceMesh) -> None:
     """Gives modules their initial values. Collective over the mesh.
 
     Args:
+        model: the model that they are modules of.
         modules: their parameters are shards with storage; buffers may be on the meta device still.
         mesh: 1-D.
     """
@@ -58,6 +60,7 @@ def initialise(modules: list[nn.Module], mesh: DeviceMesh) -> None:
         torch.manual_seed(int(seed) + mesh.get_local_rank())
         for module in modules:
             module.reset_parameters()  # type: ignore[operator]  # `check_initialisable` has seen it
+        torchrec_modules.reset_tables(model, modules)
     for module in modules:
         for tensor in _own(module):
             _broadcast_if_replicated(tensor, mesh)

@@ -106,7 +106,7 @@ def shard_parameters(
             module._parameters[name] = made[id(parameter)]
             if first in sparse:
                 _keep_local(module, name, shape)
-    initialise(fresh, mesh)
+    initialise(model, fresh, mesh)
     for parameter in consumed:
         parameter.data = parameter.new_empty(0)
         parameter.__class__ = ConsumedParameter

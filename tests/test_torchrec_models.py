@@ -6,6 +6,9 @@ Every rank trains the sharded model on its own features, and by itself the origi
 from __future__ import annotations
 
 import copy
+import re
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +19,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from autoshard import autoshard, sharding_plan
+from autoshard import autoshard, graph_diff, sharding_plan, unshard
+from passes.errors import CaptureError, InputError
 from tests.models import relative
 from tests.pool import Pool
 
@@ -306,3 +310,135 @@ def test_compiles_to_one_graph_for_all_sizes(pool: Pool, model: str, backend: st
     for result in pool.run(train, model, "unequal", backend, world_size=2, timeout=280, fresh_dynamo=True):
         assert result.wrong == []
         assert result.graphs == [1, 2, 2, 2]
+
+
+def use_once(mesh: DeviceMesh, what: str) -> Any:
+    """One way to shard or to call a model."""
+    model: Any = make("bags alone" if what == "no key" else "pooled")
+    if what == "equal sizes":
+        return autoshard(model, mesh)
+    return autoshard(model, mesh, ragged=True)(KeyedJaggedTensor(["f1"], torch.arange(0), lengths=torch.zeros(2).int()))
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "text"),
+    [
+        (
+            "equal sizes",
+            CaptureError,
+            "sparse: a TorchRec EmbeddingBagCollection, .*; expected ragged=True, .* Call autoshard(..., ragged=True).",
+        ),
+        ("no key", InputError, r"no feature 'f3' among ['f1']; expected all features of the tables. Add the key."),
+    ],
+)
+def test_errors(pool: Pool, what: str, error: type[Exception], text: str) -> None:
+    pattern = ".*".join(map(re.escape, text.split(".*")))
+    pool.expect_same_error(use_once, what, error=error, match=pattern, world_size=2, timeout=200)
+
+
+def lack_weights(mesh: DeviceMesh) -> None:
+    model = autoshard(make("weighted"), mesh, ragged=True)
+    model(Batch.draw([3] * mesh.size(), 0).of_rank(mesh.get_local_rank(), weighted=False))
+
+
+def test_missing_weights_are_an_error(pool: Pool) -> None:
+    match = "no weights; expected one for each id: the collection is weighted"
+    pool.expect_same_error(lack_weights, error=InputError, match=match, world_size=2, timeout=200)
+
+
+def train_deduplicated(mesh: DeviceMesh) -> list[str]:
+    """Batches of their own for every feature, expanded by inverse indices."""
+    rank, world = mesh.get_local_rank(), mesh.size()
+    original = make("bags alone")
+    sharded = autoshard(copy.deepcopy(original), mesh, ragged=True)
+
+    def features(of: int) -> KeyedJaggedTensor:
+        generator = torch.Generator().manual_seed(of)
+        strides = [2 + of, 3, 4 + of]
+        lengths = torch.randint(0, 4, (sum(strides),), generator=generator)
+        values = torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator)
+        rows = torch.stack([torch.randint(0, stride, (6 + of,), generator=generator) for stride in strides])
+        return KeyedJaggedTensor(
+            KEYS[1:],
+            values,
+            lengths=lengths,
+            stride_per_key_per_rank=[[stride] for stride in strides],
+            inverse_indices=(KEYS[1:], rows),
+        )
+
+    expected = [original(features(of)) for of in range(world)]
+    (sum(x.values().sin().sum() for x in expected) / world).backward()
+    output = sharded(features(rank))
+    output.values().sin().sum().backward()
+    wrong = unlike(expected[rank], output, "output", limit=0.0)
+    for name, parameter in sharded.named_parameters():
+        wrong += unlike(original.get_parameter(name).grad, whole(parameter.grad), name)
+    return wrong
+
+
+def test_deduplicated_features_are_expanded(pool: Pool) -> None:
+    assert pool.run(train_deduplicated, world_size=2, timeout=200) == [[]] * 2
+
+
+def from_meta(mesh: DeviceMesh) -> list[list[float]]:
+    def init(value: float) -> Any:
+        return lambda weight: weight.fill_(value)
+
+    tables = [EmbeddingBagConfig(ROWS, 5, f"t{i}", feature_names=[f"f{i}"], init_fn=init(i)) for i in (1, 2)]
+    model = autoshard(EmbeddingBagCollection(tables, device=torch.device("meta")), mesh, ragged=True)
+    return [whole(p).unique().tolist() for p in model.parameters()]
+
+
+def test_a_meta_collection_is_initialised_as_its_tables_ask(pool: Pool) -> None:
+    assert pool.run(from_meta, world_size=2, timeout=200) == [[[1.0], [2.0]]] * 2
+
+
+class Own(EmbeddingBagCollection):
+    """A subclass that computes something else."""
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        out = super().forward(features)
+        return KeyedTensor(out.keys(), out.length_per_key(), -out.values())
+
+
+def look_inside(mesh: DeviceMesh) -> dict[str, Any]:
+    """Whose code runs, what it is captured with, and whether it goes back."""
+    batch = Batch.draw([3] * mesh.size(), 0)
+    own = Own(bag_tables())
+    negative = autoshard(copy.deepcopy(own), mesh, ragged=True)(batch.of_rank(mesh.get_local_rank(), False))
+    example = (batch.of_all(False),)
+    original = make("pooled")
+    sharded = autoshard(copy.deepcopy(original), mesh, example_inputs=example, ragged=True)
+    names = list(dict(sharded.named_parameters()))
+    notes = sharding_plan(sharded).notes
+    modules = sorted({edit.module for edit in graph_diff(sharded).edits})
+    plain = unshard(sharded)
+    return {
+        "subclass": unlike(own_part(own(*example), batch.samples(mesh.get_local_rank())), negative, "subclass"),
+        "names": names == list(dict(original.named_parameters())),
+        "notes": notes,
+        "modules": modules,
+        "unsharded": unlike(original(*example), plain(*example), "unsharded", limit=0.0),
+        "forward": type(plain.sparse).forward is EmbeddingBagCollection.forward,
+    }
+
+
+def test_what_is_captured(pool: Pool) -> None:
+    for found in pool.run(look_inside, world_size=2, timeout=200):
+        assert found["subclass"] == found["unsharded"] == []
+        assert found["names"] and found["forward"]
+        assert found["modules"] == ["head", *(f"sparse.embedding_bags.t{i}" for i in (1, 2, 3))]
+        assert any(
+            "sparse is a TorchRec EmbeddingBagCollection, whose features are ragged" in n for n in found["notes"]
+        )
+
+
+def test_torchrec_is_imported_by_nobody_else() -> None:
+    code = """
+import sys, torch, autoshard
+from autoshard import verify
+from autoshard.capture import capture
+capture(torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 3)))
+assert not [name for name in sys.modules if name.partition(".")[0] in ("torchrec", "fbgemm_gpu")]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
