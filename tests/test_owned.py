@@ -39,7 +39,7 @@ class Setting:
     optimizer: str = "sgd"
     sparse: bool = False
     steps: int = 3
-    fewest: int = 2
+    fewest: int = 20
 
 
 @dataclasses.dataclass
@@ -108,7 +108,7 @@ def require_equal(pool: Pool, setting: Setting, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("ragged", [True, False])
 def test_twelve_tables_train_as_in_one_process(pool: Pool, ragged: bool, world_size: int, optimizer: str) -> None:
-    require_equal(pool, Setting(ragged=ragged, optimizer=optimizer, fewest=0 if ragged else 2), world_size)
+    require_equal(pool, Setting(ragged=ragged, optimizer=optimizer, fewest=0 if ragged else 20), world_size)
 
 
 @pytest.mark.parametrize(

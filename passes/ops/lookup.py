@@ -114,6 +114,47 @@ def _without_empty(weight: Tensor) -> Tensor:
     return weight if weight.size(1) > 0 else F.pad(weight, (0, 1))
 
 
+def checked_ids(
+    ids: Tensor,
+    offsets: Tensor | None,
+    per_sample_weights: Tensor | None,
+    group: str,
+    *,
+    at: str,
+    include_last_offset: bool = False,
+    ragged: bool = False,
+    replicated: bool = False,
+) -> Tensor:
+    """The ids of a bag. All that it takes is of one kind on all ranks, and fits together.
+
+    Raises:
+        InputError: otherwise, in eager mode, on all ranks.
+    """
+    checks.check_bag(
+        ids,
+        offsets,
+        per_sample_weights,
+        group,
+        at,
+        include_last_offset=include_last_offset,
+        ragged=ragged,
+        replicated=replicated,
+    )
+    return ids
+
+
+def replicated_ids(ids: Tensor, num_embeddings: int, group: str, *, at: str) -> Tensor:
+    """The ids, which every rank was promised to have the same of.
+
+    Raises:
+        InputError: in eager mode, on all ranks, if their sizes differ.
+        IdRangeError: in eager mode, on all ranks, if an id of any rank is not a row of the table.
+    """
+    checks.check_equal_sizes(ids, group, at)
+    checks.check_ids(ids, num_embeddings, at, group)
+    return ids
+
+
 def in_bags(x: Tensor | None, offsets: Tensor | None, include_last_offset: bool) -> Tensor | None:
     """Ids (or their weights) of this rank, none where it has no bag.
 
@@ -128,18 +169,18 @@ def all_gather_offsets(offsets: Tensor | None, ids: Tensor, group: str, *, at: s
     """(B,) offsets into this rank's ids -> (W*B,) offsets into the ids of all ranks, as int64.
 
     Args:
-        offsets: (B,), int32 or int64; first 0, ascending. None, for bags of 2-D ids, stays None.
+        offsets: (B,), int32 or int64; first 0, ascending; B is the same on all ranks. None, for bags of 2-D ids,
+            stays None.
         ids: (N,), this rank's ids; N is the same on all ranks.
         group: name of the process group.
         at: module path, for errors.
 
     Raises:
-        InputError: in eager mode, on all ranks, if the number of offsets differs between ranks, or if a rank's offsets
-            do not begin with 0, do not ascend, or exceed its ids.
+        InputError: in eager mode, on all ranks, if a rank's offsets do not begin with 0, do not ascend, or exceed its
+            ids.
     """
     if offsets is None:
         return None
-    checks.check_equal_sizes(offsets, group, at)
     world = group_size(group)
     gathered = all_gather(offsets, group).view(world, -1).long()
     checks.check_offsets(list(gathered.unbind()), [ids.size(0)] * world, at)

@@ -87,13 +87,15 @@ class _RowsToColumnsRagged(Function):
         return apply(_ColumnsToRowsRagged, gradient, *ctx.arguments), None, None, None, None
 
 
-def exchange_counts(operands: list[Tensor | None], group: str, *, at: str, feature_dims: int = 0) -> list[list[int]]:
+def exchange_counts(
+    operands: list[Tensor | None], group: str, *, at: str | None = None, feature_dims: int = 0
+) -> list[list[int]]:
     """How many rows of each operand every rank has.
 
     Args:
         operands: this rank's tensors; None, for one that was left out, counts as no rows.
         group: name of the process group.
-        at: module path, for errors.
+        at: module path, for errors; None if the operands have been checked.
         feature_dims: dimensions at the end that are features; a tensor that has no other dimension is one row.
 
     Returns:
@@ -104,8 +106,9 @@ def exchange_counts(operands: list[Tensor | None], group: str, *, at: str, featu
         InputError: in eager mode, on all ranks, if an operand's further dimensions differ between ranks.
     """
     present = [x for x in operands if x is not None]
-    for x in present:
-        checks.check_equal_sizes(_batched(x, feature_dims)[:0], group, at)
+    if at is not None:
+        named = {f"operand {place}": _batched(x, feature_dims) for place, x in enumerate(present)}
+        checks.check_operands(named if len(present) > 1 else {"the input": named["operand 0"]}, group, at, ragged=True)
     mine = [0 if x is None else _batched(x, feature_dims).size(0) for x in operands]
     counts = all_gather(torch.tensor(mine, device=present[0].device), group).view(-1, len(mine))
     with torch._dynamo.patch_dynamo_config(capture_scalar_outputs=True):

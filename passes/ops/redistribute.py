@@ -170,15 +170,19 @@ class _ReduceGradient(Function):
 
 
 class _NoColumns(Function):
-    """What a rank outside of a table's mesh holds of it: (V, 0). The table gets no gradient there."""
+    """What a rank outside of a table's mesh holds of it: (V, 0).
+
+    The table gets a gradient there too, which holds nothing: so its optimizer has a state for it on every rank.
+    """
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> Tensor:
+        ctx.save_for_backward(parameter)
         return parameter.to_local().new_empty(parameter.size(0), 0)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return None
+        return torch.zeros_like(ctx.saved_tensors[0])
 
 
 class _ScaleGradient(Function):
@@ -232,14 +236,14 @@ def sum_sparse(x: Tensor, group: str) -> Tensor:
     return torch.sparse_coo_tensor(all_indices.t(), all_values, x.shape, check_invariants=False)
 
 
-def all_gather_batch(x: Tensor, group: str, *, at: str, feature_dims: int = 0) -> Tensor:
+def all_gather_batch(x: Tensor, group: str, *, at: str | None = None, feature_dims: int = 0) -> Tensor:
     """Shard(0) -> Replicate: the rows of all ranks, in the order of the mesh.
 
     Args:
         x: (B, ...), of one size on all ranks. The last `feature_dims` dimensions are features; a tensor that has no
             other dimension is a batch of one row.
         group: name of the process group.
-        at: module path, for errors.
+        at: module path, for errors; None if the sizes have been checked.
 
     Returns:
         (W*B, ...).
@@ -249,13 +253,14 @@ def all_gather_batch(x: Tensor, group: str, *, at: str, feature_dims: int = 0) -
     """
     if x.dim() == feature_dims:
         x = x.unsqueeze(0)
-    checks.check_equal_sizes(x, group, at)
+    if at is not None:
+        checks.check_equal_sizes(x, group, at)
     return apply(_AllGather, x, group)
 
 
-def all_gather_optional(x: Tensor | None, group: str, *, at: str) -> Tensor | None:
-    """`all_gather_batch` for an operand that may be left out: None stays None."""
-    return None if x is None else all_gather_batch(x, group, at=at)
+def all_gather_optional(x: Tensor | None, group: str) -> Tensor | None:
+    """`all_gather_batch` for an operand that has been checked and may be left out: None stays None."""
+    return None if x is None else all_gather_batch(x, group)
 
 
 def copy_optional(x: Tensor | None, group: str) -> Tensor | None:

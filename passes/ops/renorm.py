@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from passes.ops import checks
 from passes.ops.collectives import all_reduce
 
 
@@ -28,7 +29,7 @@ def norm_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def renorm(parameter: Tensor, ids: Tensor, max_norm: float, norm_type: float, group: str | None) -> Tensor:
+def renorm(parameter: Tensor, ids: Tensor, max_norm: float, norm_type: float, group: str | None, *, at: str) -> Tensor:
     """Renorms the rows of `ids` in place and returns the parameter.
 
     It stands before the parameter is made local: a view that autograd has handed out must not change any more.
@@ -39,7 +40,12 @@ def renorm(parameter: Tensor, ids: Tensor, max_norm: float, norm_type: float, gr
         max_norm: largest norm a row may have.
         norm_type: p, any float.
         group: name of the process group that shares the columns; None if this rank holds all of them.
+        at: module path, for errors.
+
+    Raises:
+        IdRangeError: in eager mode, on all ranks, if an id is not a row of the table, which is then as it was.
     """
+    checks.check_ids(ids, parameter.size(0), at)
     with torch.no_grad():
         weight = parameter.detach()
         weight = weight.to_local() if isinstance(weight, DTensor) else weight
@@ -59,11 +65,22 @@ def _norms(rows: Tensor, p: float, group: str | None) -> Tensor:
         # A rank without columns gives the neutral element.
         padded = torch.nn.functional.pad(magnitudes, (0, 1), value=0.0 if p > 0 else math.inf)
         part = padded.amax(1) if p > 0 else padded.amin(1)
-        return _reduce(part, group, "max" if p > 0 else "min")
+        return part if group is None else _reduce_extreme(part, group, "max" if p > 0 else "min")
     if p == 0:
         return _reduce((rows != 0).to(rows.dtype).sum(1), group)
     return _reduce(magnitudes.pow(p).sum(1), group).pow(1 / p)
 
 
-def _reduce(part: Tensor, group: str | None, op: str = "sum") -> Tensor:
-    return part if group is None else all_reduce(part, group, op)
+def _reduce(part: Tensor, group: str | None) -> Tensor:
+    return part if group is None else all_reduce(part, group)
+
+
+def _reduce_extreme(part: Tensor, group: str, op: str) -> Tensor:
+    """The "max" or "min" of magnitudes, as their bits, which are in the same order.
+
+    A reduction of floats may lose a NaN, which has to win: it is the largest number, or -1, whose bits are NaN as well.
+    """
+    integers = torch.int32 if part.dtype is torch.float32 else torch.int64
+    winner = torch.iinfo(integers).max if op == "max" else -1
+    bits = part.view(integers).masked_fill(part.isnan(), winner)
+    return all_reduce(bits, group, op).view(part.dtype)

@@ -25,7 +25,7 @@ def rewrite(sandwich: Sandwich) -> None:
     """Replaces the call by its sandwich."""
     call, context = sandwich.call, sandwich.context
     offsets, weights = call.options["offsets"], call.options["per_sample_weights"]
-    own_ids, weights = (_in_bags(sandwich, x) for x in (call.input, weights))
+    own_ids, weights = (_in_bags(sandwich, x) for x in (_checked(sandwich), weights))
     id_counts, offset_counts = sandwich.counts(own_ids, offsets)
     bag_counts = _bag_counts(sandwich, id_counts, offset_counts)
     ids = sandwich.gather_ids(own_ids, id_counts)
@@ -54,6 +54,33 @@ def rewrite(sandwich: Sandwich) -> None:
     sandwich.spread_moves(_bags(sandwich))
     arguments = (columns, *bags, sandwich.weight.size(1), context.group)
     sandwich.replace(sandwich.add(name, ragged.rearrange_bags_ragged, *arguments))
+
+
+def _checked(sandwich: Sandwich) -> fx.Node:
+    """The ids, after a check of all that the bag takes; a bag of ids alone is checked where they travel."""
+    call, context = sandwich.call, sandwich.context
+    offsets, weights = call.options["offsets"], call.options["per_sample_weights"]
+    if not (isinstance(offsets, fx.Node) or isinstance(weights, fx.Node)):
+        return call.input
+    sandwich.checked = True
+    options = {
+        "include_last_offset": bool(call.options["include_last_offset"]),
+        "ragged": context.ragged,
+        "replicated": not context.batch_sharded,
+    }
+    node = sandwich.add(
+        f"{call.input.name}_checked",
+        lookup.checked_ids,
+        call.input,
+        offsets,
+        weights,
+        context.group,
+        at=sandwich.at,
+        **{name: True for name, value in options.items() if value},
+    )
+    if "val" in call.input.meta:
+        node.meta["val"] = call.input.meta["val"]
+    return node
 
 
 def _in_bags(sandwich: Sandwich, x: Any) -> Any:

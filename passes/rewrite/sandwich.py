@@ -16,7 +16,7 @@ import sympy
 import torch
 from torch import fx
 
-from passes.ops import ragged, redistribute
+from passes.ops import lookup, ragged, redistribute
 from passes.ops.renorm import norm_dtype, renorm
 from passes.plan import COLWISE, ShardingPlan
 from passes.sites import LINEAR, Call, Scope
@@ -48,7 +48,10 @@ class Context:
 
 @dataclasses.dataclass
 class Sandwich:
-    """Builds the nodes of one rewrite in front of `before`, or of `call.node`, and collects their traffic."""
+    """Builds the nodes of one rewrite in front of `before`, or of `call.node`, and collects their traffic.
+
+    `checked` says that the operands are known to be of one kind on all ranks.
+    """
 
     scope: Scope
     call: Call
@@ -57,6 +60,7 @@ class Sandwich:
     differentiable: set[fx.Node]
     traffic: list[Traffic] = dataclasses.field(default_factory=list)
     before: fx.Node | None = None
+    checked: bool = False
 
     @property
     def at(self) -> str:
@@ -112,7 +116,7 @@ class Sandwich:
             return [None] * len(operands)
         self.moves("all_gather", FORWARD, sympy.Integer(_COUNT_BYTES * len(operands)))
         name = f"{self.call.node.name}_counts"
-        where = {"at": self.at, **self._features()}
+        where = {**self._where(), **self._features()}
         counts = self.add(name, ragged.exchange_counts, list(operands), self.context.group, **where)
         return [self.add(name, operator.getitem, counts, index) for index in range(len(operands))]
 
@@ -126,7 +130,8 @@ class Sandwich:
     def gather_ids(self, ids: fx.Node, counts: fx.Node | None) -> fx.Node:
         """The ids of all ranks."""
         if not self.context.batch_sharded:
-            return ids
+            arguments = (ids, self.weight.size(0), self.context.group)
+            return self.add(f"{ids.name}_checked", lookup.replicated_ids, *arguments, at=self.at)
         self.moves("all_gather", FORWARD, rows_of(ids) * itemsize_of(ids, torch.int64))
         return self._gather(ids, counts)
 
@@ -134,7 +139,7 @@ class Sandwich:
         name, group = f"{x.name}_all", self.context.group
         if self.context.ragged:
             return self.add(name, ragged.all_gather_ragged, x, counts, group, **self._features())
-        return self.add(name, redistribute.all_gather_batch, x, group, at=self.at, **self._features())
+        return self.add(name, redistribute.all_gather_batch, x, group, **self._where(), **self._features())
 
     def gather_optional(self, x: fx.Node, counts: fx.Node | None) -> fx.Node:
         """The rows of all ranks of an operand that is None in some calls."""
@@ -147,7 +152,7 @@ class Sandwich:
             return self.add(name, redistribute.copy_optional, x, context.group)
         if context.ragged:
             return self.add(name, ragged.all_gather_ragged_optional, x, counts, context.group)
-        return self.add(name, redistribute.all_gather_optional, x, context.group, at=self.at)
+        return self.add(name, redistribute.all_gather_optional, x, context.group)
 
     def spread(self, columns: fx.Node, like: fx.Node | None, rows: sympy.Expr, counts: fx.Node | None) -> fx.Node:
         """The call's result out of this rank's columns of it; `rows` is the number of rows on one rank."""
@@ -202,7 +207,7 @@ class Sandwich:
             self.moves("all_reduce", FORWARD, rows * norm_dtype(self.weight.dtype).itemsize)
         group = self.context.group if self.colwise else None
         norm = (float(options["max_norm"]), float(options["norm_type"]))
-        return self.shard(self.add(f"{parameter.name}_renormed", renorm, parameter, ids, *norm, group))
+        return self.shard(self.add(f"{parameter.name}_renormed", renorm, parameter, ids, *norm, group, at=self.at))
 
     def moves(self, collective: str, direction: str, nbytes: sympy.Expr) -> None:
         """Notes a collective of `nbytes` per rank."""
@@ -222,6 +227,9 @@ class Sandwich:
 
     def _num_columns(self) -> int:
         return self.weight.size(0 if self.call.op == LINEAR else 1)
+
+    def _where(self) -> dict[str, str]:
+        return {} if self.checked else {"at": self.at}
 
     def _features(self) -> dict[str, int]:
         return {"feature_dims": self.feature_dims} if self.feature_dims else {}
