@@ -83,12 +83,15 @@ def plan(tables: tuple[Table, ...], world: int) -> dict[str, str | Colwise]:
     return found
 
 
-def batch(tables: tuple[Table, ...], rows: int, seed: int, fewest: int = 2) -> Batch:
-    """`rows` rows; 1-D ids of a number that depends on the seed, at least `fewest`, and empty bags."""
+def batch(tables: tuple[Table, ...], rows: int, seed: int, fewest: int = 20) -> Batch:
+    """`rows` rows; 1-D ids of a number that depends on the seed, at least `fewest`, and empty bags.
+
+    The numbers of no two lookups are equal: sizes that are equal in one batch are compiled as equal.
+    """
     draw = torch.Generator().manual_seed(seed)
     inputs: Batch = {}
     for number, table in enumerate(tables):
-        count = fewest + int(torch.randint(0, 9, (), generator=draw)) + 2 * number
+        count = fewest + int(torch.randint(0, 9, (), generator=draw)) + 10 * number
         shape = {"ids": (rows,), "bags": (rows, 3)}.get(table.kind, (count,))
         inputs[f"ids{number}"] = torch.randint(0, 20 + number, shape, generator=draw)
         if table.kind in ("offsets", "last"):

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard import autoshard
 from tests.compare import loss_of, tensors, whole
+from tests.counting import counting_mesh
 from tests.models import model_of, relative
 from tests.pool import Pool
 
@@ -50,6 +51,24 @@ def compiled_steps(mesh: DeviceMesh, name: str, examples: bool, sizes: list[int]
         sharded.zero_grad()
         graphs.append(counters["stats"]["unique_graphs"])
     return Compiled(graphs, sum(counters["graph_break"].values()), worst)
+
+
+def collectives_of_two_calls(mesh: DeviceMesh) -> list[list[str]]:
+    counted, counter = counting_mesh(mesh)
+    run = torch.compile(autoshard(torch.nn.Linear(5, 4), counted, ragged=True), backend="aot_eager", fullgraph=True)
+    calls = []
+    for _ in range(2):
+        with counter.counting() as made:
+            run(torch.ones(3 + mesh.get_local_rank(), 5))
+        calls.append([call.kind for call in made])
+    return calls
+
+
+def test_to_compile_runs_no_collective(pool: Pool) -> None:
+    """A rank may compile alone: its batch may be of a size that it has not seen."""
+    for first, second in pool.run(collectives_of_two_calls, world_size=2, fresh_dynamo=True):
+        assert first == second
+        assert second
 
 
 # Minutes on two cores, and the same machinery: in `make test` the export ladder compiles the smallest model.

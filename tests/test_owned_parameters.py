@@ -235,7 +235,7 @@ def test_the_plan_says_where_columns_are_and_comes_back_from_json(pool: Pool) ->
 
 
 def plan_text(mesh: DeviceMesh) -> tuple[str, bool, str]:
-    tables = (Table("bags", 6), Table("bags", 4), Table("bags", 9))
+    tables = (Table("bags", 6), Table("bags", 7), Table("bags", 9))
     spec = {"lookups.0.*": Colwise((0, 2)), "lookups.1.*": Colwise((0, 1, 2)), "*": "colwise"}
     plan = sharding_plan(autoshard(owned_models.make(tables), mesh, spec))
     other = sharding_plan(autoshard(owned_models.make(tables), mesh, ShardingPlan.from_json(plan.to_json())))

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from passes.ops import checks
 from passes.ops.collectives import all_gather, group_size
+from passes.ops.jagged import segment_index
 
 
 def embedding(
@@ -103,7 +104,10 @@ def _without_last_bags(bags: Tensor, batches: int | list[int]) -> Tensor:
     if isinstance(batches, int):
         by_batch: Tensor = bags.unflatten(0, (batches, -1))
         return by_batch[:, :-1].flatten(0, 1)
-    return torch.cat([part[:-1] for part in bags.split([count + 1 for count in batches[:-1]])])
+    # By index, so that no size comes of it that the compiler has not been told.
+    counts = torch.tensor(batches[:-1], device=bags.device)
+    starts = (counts + 1).cumsum(0) - (counts + 1)
+    return bags.index_select(0, segment_index(starts, counts, batches[-1]))
 
 
 def _without_empty(weight: Tensor) -> Tensor:

@@ -110,7 +110,10 @@ def exchange_counts(
         named = {f"operand {place}": _batched(x, feature_dims) for place, x in enumerate(present)}
         checks.check_operands(named if len(present) > 1 else {"the input": named["operand 0"]}, group, at, ragged=True)
     mine = [0 if x is None else _batched(x, feature_dims).size(0) for x in operands]
-    counts = all_gather(torch.tensor(mine, device=present[0].device), group).view(-1, len(mine))
+    # Of a tensor of one number torch makes a constant, and runs what is done with it while it compiles: a collective,
+    # for which a rank that compiles alone would wait for ever.
+    own = torch.tensor([*mine, 0], device=present[0].device)[:-1]
+    counts = all_gather(own, group).view(-1, len(mine))
     with torch._dynamo.patch_dynamo_config(capture_scalar_outputs=True):
         # All in one copy: the compiler reads a tensor's elements one by one.
         flat = torch.cat([counts, counts.sum(0, keepdim=True)]).t().flatten().cpu().tolist()

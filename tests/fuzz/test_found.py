@@ -22,6 +22,18 @@ FOUND = {
 }
 
 
+COMPILED = {
+    "sizes of one rank are no constant": Case(LINEAR, (1, 17), 17, 6, (0,), bias=False, sizes=(6,)),
+    "sizes of two ranks are no constants": Case(LINEAR, (1, 17), 17, 6, (1, 0), bias=False, sizes=(6, 3)),
+}
+
+
+@pytest.mark.parametrize("case", COMPILED.values(), ids=COMPILED.keys())
+def test_what_was_found_compiled(pool: Pool, case: Case) -> None:
+    found = pool.run(run_cases, [case], "aot_eager", ranks=case.ranks, fresh_dynamo=True, timeout=60)
+    assert found == [[]] * case.world
+
+
 @pytest.mark.parametrize("case", FOUND.values(), ids=FOUND.keys())
 def test_what_was_found(pool: Pool, case: Case) -> None:
     for found in (case, case.on(1, 3, 0)):

@@ -370,6 +370,7 @@ def _inductor() -> Iterable[Case]:
     yield KINDS[0].but(shape=(1, 4), sizes=(3, 5))
     yield KINDS[5].but(sizes=(9, 4), bag_counts=(1, 6))
     yield KINDS[7].but(sizes=(0, 6))
+    yield KINDS[6].but(sizes=(9, 4), bag_counts=(2, 6))
 
 
 COMPILED = tuple(_compiled())
