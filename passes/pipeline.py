@@ -60,7 +60,7 @@ class SendToOwners(GraphPass):
                 together = "" if len(made) == 1 else f", exchanged together with {len(made) - 1} other lookups"
                 for sandwich, known in zip(made, shapes, strict=True):
                     ranks = self._context.plan.row(sandwich.weight_name).ranks or ()
-                    what = f"sharded by column over ranks {', '.join(map(str, ranks))}{together}"
+                    what = f"sharded by column over rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}{together}"
                     self.record(_edit(sandwich, known, what, _OWNED))
         return PassResult(graph_module, len(self.edits) > before)
 
