@@ -186,9 +186,11 @@ def test_what_cannot_be_on_some_ranks_is_refused(pool: Pool, kind: str, match: s
 
 
 def bad_batch(mesh: DeviceMesh, kind: str) -> None:
-    tables = (Table("offsets", 4, weighted=True), Table("bags", 6))
+    tables = (Table("offsets", 4, "mean" if kind == "mode" else "sum", weighted=True), Table("bags", 6))
     sharded = autoshard(owned_models.make(tables), mesh, {"*": Colwise((0,))}, ragged=kind != "sizes")
     inputs = owned_models.batch(tables, 3, 0)
+    if kind == "weights":
+        inputs["weights0"] = inputs["weights0"].detach().float()
     if mesh.get_local_rank() == 1:
         if kind == "id":
             inputs["ids1"][1, 1] = 21
@@ -220,6 +222,8 @@ def bad_batch(mesh: DeviceMesh, kind: str) -> None:
         ("overrun", InputError, r"lookups\.0, rank 1: the last offset is 99, with \d+ ids"),
         ("sizes", InputError, r"the number of bags or rows differs.*ragged=True"),
         ("lengths", InputError, r"lookups\.1: the length of the bags differs"),
+        ("weights", InputError, r"lookups\.0: weights per sample of torch\.float32; expected torch\.float64"),
+        ("mode", InputError, r"lookups\.0: weights per sample in mode \"mean\"; expected mode \"sum\""),
     ],
 )
 def test_a_bad_batch_of_one_rank_is_told_on_all(pool: Pool, kind: str, error: type[Exception], match: str) -> None:

@@ -200,7 +200,12 @@ def embedding_bag(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor | None:
-    """`F.embedding_bag` of lookup number `place` on this rank's columns (V, d): (bags of all ranks, d), or None."""
+    """`F.embedding_bag` of lookup number `place` on this rank's columns (V, d): (bags of all ranks, d), or None.
+
+    Raises:
+        InputError: on all ranks, for weights per sample that torch does not take.
+    """
+    owned_checks.check_weights(sent.own[place], weight.dtype, mode, at)
     x = sent.arrived[place]
     if x is None:
         return None

@@ -72,6 +72,22 @@ def check_lookups(
         _check_together(by_rank, where, ragged, group_size(group))
 
 
+def check_weights(own: Lookup, dtype: torch.dtype, mode: str, at: str) -> None:
+    """torch takes weights per sample of the table's dtype, in mode "sum"; an owner alone would find that out.
+
+    Raises:
+        InputError: for others.
+    """
+    if own.weights is None:
+        return
+    if mode != "sum":
+        fact, expected = f'weights per sample in mode "{mode}"', 'mode "sum"'
+        raise InputError(describe(at, fact, expected, "Weight the rows after the lookup."))
+    if own.weights.dtype != dtype:
+        fact, expected = f"weights per sample of {own.weights.dtype}", f"{dtype}, the dtype of the table"
+        raise InputError(describe(at, fact, expected, "Convert them to it."))
+
+
 def _facts(x: Lookup, given: Tensor) -> list[int]:
     lowest, highest = (0, 0) if given.numel() == 0 else (int(end) for end in torch.aminmax(given))
     facts = [_place(given.dtype, _IDS), -1, x.ids.size(0), x.ids.size(0), x.rows]
