@@ -47,8 +47,8 @@ def renorm(parameter: Tensor, ids: Tensor, max_norm: float, norm_type: float, gr
     """
     checks.check_ids(ids, parameter.size(0), at)
     with torch.no_grad():
-        weight = parameter.detach()
-        weight = weight.to_local() if isinstance(weight, DTensor) else weight
+        # In inference mode a DTensor cannot be detached, but its local tensor can.
+        weight = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
         ids = ids.flatten().long()
         rows = weight[ids].to(norm_dtype(weight.dtype))
         norms = _norms(rows, norm_type, group)
