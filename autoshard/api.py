@@ -18,6 +18,7 @@ from autoshard.export import capture_export
 from autoshard.materialize import check_initialisable
 from autoshard.mesh import owner_meshes, resolve_mesh
 from autoshard.planner import PlanSpec, gather_facts, make_plan
+from autoshard.raggedness import Ragged, covers, ragged_weights
 from passes.errors import AutoshardError, CaptureError, PlanError, describe
 from passes.ops.redistribute import MEAN, NONE, SUM
 from passes.pipeline import normalize, shard_graph
@@ -56,7 +57,7 @@ def autoshard(
     example_inputs: Any = None,
     input_placement: Placement = Shard(0),
     gradient_reduction: str = MEAN,
-    ragged: bool = False,
+    ragged: Ragged = False,
 ) -> M:
     """Shards a model's embedding, embedding_bag and linear layers by column. Collective over the mesh.
 
@@ -78,7 +79,8 @@ def autoshard(
         gradient_reduction: for `Shard(0)`, "mean" gives the gradient of the mean of the ranks' losses (as DDP does),
             "sum" that of their sum.
         ragged: True if the ranks' batches may differ in size (rows, ids, bags): their sizes travel before the values,
-            with one host synchronisation per layer. Otherwise all ranks' batches must be of the same size.
+            with one host synchronisation per layer. Otherwise all ranks' batches must be of the same size. Globs over
+            module paths or names of weights for the layers of which that is so, if it is not so for all.
 
     Returns:
         The model.
@@ -102,7 +104,7 @@ class Settings:
     world_size: int
     input_placement: Placement
     gradient_reduction: str
-    ragged: bool
+    ragged: Ragged
 
     @property
     def batch_sharded(self) -> bool:
@@ -127,7 +129,7 @@ def prepare(model: nn.Module, plan: PlanSpec, example_inputs: Any, settings: Set
         settings.world_size,
         settings.batch_sharded,
         settings.reduction,
-        settings.ragged and settings.batch_sharded,
+        ragged_weights(settings.ragged, facts) if settings.batch_sharded else frozenset(),
     )
     diffs = []
     for region in captured.regions:
@@ -262,7 +264,8 @@ def _check_arguments(model: nn.Module, settings: Settings) -> None:
     for path, module in model.named_modules():
         _check_module(path or "the model", module)
     check_initialisable(model)
-    torchrec_modules.require_ragged(model, settings.ragged or not settings.batch_sharded)
+    if settings.batch_sharded:
+        torchrec_modules.require_ragged(model, lambda name: covers(settings.ragged, name))
 
 
 def _check_module(path: str, module: nn.Module) -> None:

@@ -43,14 +43,14 @@ def graph_of(module: nn.Module) -> fx.Graph | None:
     return None if build is None else build(module)
 
 
-def require_ragged(model: nn.Module, ragged: bool) -> None:
+def require_ragged(model: nn.Module, is_ragged: Callable[[str], bool]) -> None:
     """The number of ids of a feature differs between ranks, so that it has to travel.
 
     Raises:
-        CaptureError: if the model has a collection and `ragged` is False.
+        CaptureError: if the model has a collection with a table of whose name `is_ragged` is False.
     """
     for path, module in model.named_modules():
-        if not ragged and is_collection(module):
+        if is_collection(module) and not all(is_ragged(name) for name, _ in module.named_parameters(path)):
             raise CaptureError(
                 describe(
                     path or "the model",

@@ -37,6 +37,7 @@ class Setting:
         rows of a batch meet (batch norm) or random numbers are drawn (dropout).
     capture_training, training: the mode at capture and afterwards.
     backend: of torch.compile; None is eager mode.
+    ragged: as `autoshard` takes it.
     """
 
     model: str
@@ -51,6 +52,7 @@ class Setting:
     capture_training: bool = True
     training: bool = True
     backend: str | None = None
+    ragged: Any = False
 
 
 @dataclass
@@ -128,6 +130,7 @@ def _train_case(mesh: DeviceMesh, case: Model, setting: Setting) -> Result:
         example_inputs=example,
         input_placement=Replicate() if setting.replicated else Shard(0),
         gradient_reduction=setting.reduction,
+        ragged=setting.ragged,
     )
     result = Result(strategies={row.parameter: row.strategy for row in sharding_plan(sharded).rows})
     for either in (original, sharded):

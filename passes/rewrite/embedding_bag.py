@@ -43,7 +43,7 @@ def rewrite(sandwich: Sandwich) -> None:
         **_last_offset(sandwich, bag_counts),
         **sandwich.lookup_options(),
     )
-    if not context.ragged:
+    if not sandwich.ragged:
         sandwich.replace(sandwich.spread(columns, None, _bags(sandwich), None))
         return
     name = f"{call.node.name}_rows"
@@ -65,7 +65,7 @@ def _checked(sandwich: Sandwich) -> fx.Node:
     sandwich.checked = True
     options = {
         "include_last_offset": bool(call.options["include_last_offset"]),
-        "ragged": context.ragged,
+        "ragged": sandwich.ragged,
         "replicated": not context.batch_sharded,
     }
     node = sandwich.add(
@@ -99,7 +99,7 @@ def _in_bags(sandwich: Sandwich, x: Any) -> Any:
 
 def _bag_counts(sandwich: Sandwich, id_counts: Any, offset_counts: Any) -> Any:
     """The node of the bags on every rank; None where all ranks have the same number."""
-    if not sandwich.context.ragged:
+    if not sandwich.ragged:
         return None
     call = sandwich.call
     offsets, last = call.options["offsets"], bool(call.options["include_last_offset"])
@@ -114,7 +114,7 @@ def _gather_offsets(sandwich: Sandwich, own_ids: fx.Node, id_counts: Any, offset
         return offsets
     sandwich.moves("all_gather", FORWARD, rows_of(offsets) * itemsize_of(offsets, torch.int64))
     name = f"{offsets.name}_all"
-    if context.ragged:
+    if sandwich.ragged:
         arguments = (offsets, id_counts, offset_counts, context.group)
         return sandwich.add(name, ragged.all_gather_ragged_offsets, *arguments, at=sandwich.at)
     return sandwich.add(name, lookup.all_gather_offsets, offsets, own_ids, context.group, at=sandwich.at)
@@ -125,7 +125,7 @@ def _last_offset(sandwich: Sandwich, bag_counts: Any) -> dict[str, Any]:
         return {}
     context = sandwich.context
     batches = context.world_size if context.batch_sharded else 1
-    return {"include_last_offset": True, "batches": bag_counts if context.ragged else batches}
+    return {"include_last_offset": True, "batches": bag_counts if sandwich.ragged else batches}
 
 
 def _bags(sandwich: Sandwich) -> sympy.Expr:

@@ -47,7 +47,7 @@ def _rewrite_rowwise(sandwich: Sandwich) -> None:
     name, group = f"{call.node.name}_rows", context.group
     if not context.batch_sharded:
         out = sandwich.add(name, redistribute.all_reduce_partial, partial, group)
-    elif context.ragged:
+    elif sandwich.ragged:
         out = sandwich.add(name, ragged.reduce_scatter_ragged, partial, call.input, counts, group)
     else:
         out = sandwich.add(name, redistribute.reduce_scatter_batch, partial, call.input, group)
@@ -65,7 +65,7 @@ def _own_columns(sandwich: Sandwich, counts: fx.Node | None) -> fx.Node:
     name, columns, group = f"{call.input.name}_columns", sandwich.weight.size(1), context.group
     if not context.batch_sharded:
         return sandwich.add(name, redistribute.slice_columns, call.input, columns, group)
-    if context.ragged:
+    if sandwich.ragged:
         return sandwich.add(name, ragged.rows_to_columns_ragged, call.input, counts, columns, group)
     return sandwich.add(name, redistribute.rows_to_columns, call.input, columns, group, at=sandwich.at)
 

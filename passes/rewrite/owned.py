@@ -107,6 +107,7 @@ def _may_write(node: fx.Node) -> bool:
 def rewrite(made: list[Sandwich], number: int) -> None:
     """Replaces the calls of a group by one exchange."""
     first, context = made[0], made[0].context
+    ragged = any(sandwich.ragged for sandwich in made)
     before = first.call.node
     for sandwich in made:
         sandwich.before = before
@@ -122,7 +123,7 @@ def rewrite(made: list[Sandwich], number: int) -> None:
         bags=[call.op == EMBEDDING_BAG for call in calls],
         last_offsets=[bool(call.options.get("include_last_offset")) for call in calls],
         group=context.group,
-        ragged=context.ragged,
+        ragged=ragged,
         at=[sandwich.at for sandwich in made],
     )
     shards = [sandwich.shard(sandwich.call.weight) for sandwich in made]
@@ -135,7 +136,7 @@ def rewrite(made: list[Sandwich], number: int) -> None:
         for place, sandwich in enumerate(made)
     ]
     for sandwich, rows_of_rank in zip(made, results, strict=True):
-        _moves(sandwich)
+        _moves(sandwich, ragged)
         sandwich.replace(rows_of_rank)
 
 
@@ -149,7 +150,7 @@ def _look_up(sandwich: Sandwich, sent: fx.Node, place: int, shard: fx.Node) -> f
     return sandwich.add(f"{call.node.name}_columns", owned.embedding, sent, place, shard, **options)
 
 
-def _moves(sandwich: Sandwich) -> None:
+def _moves(sandwich: Sandwich, ragged: bool) -> None:
     """Notes the part of one lookup in what the group puts on the wire.
 
     Every rank sends its ids to each owner but itself: with k owners, k * (W - 1) times.
@@ -158,7 +159,7 @@ def _moves(sandwich: Sandwich) -> None:
     sizes = context.plan.row(sandwich.weight_name).sizes(context.world_size)
     owners = sum(size > 0 for size in sizes)
     wire = _wire(sandwich.weight)[1].itemsize
-    if context.ragged:
+    if ragged:
         sandwich.moves("all_to_all", FORWARD, sympy.Integer(owners * _SIZES_BYTES))
     numbers = rows_of(call.input)
     results = rows_of(call.input)

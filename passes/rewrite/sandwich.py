@@ -35,7 +35,7 @@ class Context:
         world_size: its number of ranks, W.
         batch_sharded: True if activations are Shard(0), False if they are replicated.
         reduction: a parameter's gradient, over the ranks' own: "mean", "sum", or "none" for replicated activations.
-        ragged: True if the ranks' batches may differ in size.
+        ragged: the weights at whose sites the ranks' batches may differ in size.
     """
 
     plan: ShardingPlan
@@ -43,7 +43,7 @@ class Context:
     world_size: int
     batch_sharded: bool
     reduction: str
-    ragged: bool = False
+    ragged: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass
@@ -76,6 +76,11 @@ class Sandwich:
     def weight_name(self) -> str:
         """Name of the weight in the model."""
         return self.scope.parameters[self.call.weight]
+
+    @property
+    def ragged(self) -> bool:
+        """True if the ranks' inputs may differ in size."""
+        return self.weight_name in self.context.ragged
 
     @property
     def weight(self) -> torch.nn.Parameter:
@@ -112,7 +117,7 @@ class Sandwich:
 
     def counts(self, *operands: fx.Node | None) -> list[Any]:
         """For each operand the node of its rows on every rank; Nones where all ranks have the same number."""
-        if not self.context.ragged:
+        if not self.ragged:
             return [None] * len(operands)
         self.moves("all_gather", FORWARD, sympy.Integer(_COUNT_BYTES * len(operands)))
         name = f"{self.call.node.name}_counts"
@@ -137,7 +142,7 @@ class Sandwich:
 
     def _gather(self, x: fx.Node, counts: fx.Node | None) -> fx.Node:
         name, group = f"{x.name}_all", self.context.group
-        if self.context.ragged:
+        if self.ragged:
             return self.add(name, ragged.all_gather_ragged, x, counts, group, **self._features())
         return self.add(name, redistribute.all_gather_batch, x, group, **self._where(), **self._features())
 
@@ -150,7 +155,7 @@ class Sandwich:
         name = f"{x.name}_all"
         if not context.batch_sharded:
             return self.add(name, redistribute.copy_optional, x, context.group)
-        if context.ragged:
+        if self.ragged:
             return self.add(name, ragged.all_gather_ragged_optional, x, counts, context.group)
         return self.add(name, redistribute.all_gather_optional, x, context.group)
 
@@ -163,7 +168,7 @@ class Sandwich:
         self.spread_moves(rows)
         if not self.context.batch_sharded:
             return self.add(name, redistribute.gather_columns, columns, num_columns, group, at=self.at)
-        if self.context.ragged:
+        if self.ragged:
             operands = (columns, like, counts)
             return self.add(name, ragged.rearrange_ragged, *operands, num_columns, group, **self._features())
         return self.add(name, redistribute.rearrange_columns, columns, like, num_columns, group, **self._features())
@@ -173,7 +178,7 @@ class Sandwich:
         if not self.context.batch_sharded:
             return columns
         name, group = f"{self.call.node.name}_rows", self.context.group
-        if self.context.ragged:
+        if self.ragged:
             return self.add(name, ragged.own_rows_ragged, columns, like, counts, group)
         return self.add(name, redistribute.own_rows, columns, like, group)
 
@@ -182,7 +187,7 @@ class Sandwich:
         num_columns, itemsize = self._num_columns(), itemsize_of(self.call.result, self.weight.dtype)
         if self.context.batch_sharded:
             directions = (FORWARD, BACKWARD) if self.call.result in self.differentiable else (FORWARD,)
-            width = sympy.ceiling(sympy.Integer(num_columns) / W) * W if self.context.ragged else num_columns
+            width = sympy.ceiling(sympy.Integer(num_columns) / W) * W if self.ragged else num_columns
             for direction in directions:
                 self.moves("all_to_all", direction, rows * width * itemsize)
         else:

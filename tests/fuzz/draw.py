@@ -95,7 +95,7 @@ def _bags(draw: st.DrawFn, options: dict[str, Any], ragged: bool) -> tuple[int, 
     if ragged:
         options["sizes"], options["bag_counts"] = tuple(ids), tuple(bags)
     options["bags"] = bags[0]
-    # torch's own CPU kernel, which a whole table is left to, gives ids behind the last offset an uninitialised gradient.
+    # A whole table is left to torch, whose CPU kernel gives ids behind the last offset an uninitialised gradient.
     if options["include_last_offset"] and min(bags) > 0 and options["plan"] == "colwise":
         options["tail"] = draw(st.integers(0, min(ids)))
     return (ids[0],)
