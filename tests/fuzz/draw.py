@@ -112,12 +112,19 @@ def _lookup_options(
     if options.get("mode") == "max":
         return found
     kind = draw(st.sampled_from(("dense", "dense", "frequency") if compiled else ("dense", "frequency", "sparse")))
-    if kind == "sparse":
+    # Of no bag at all the oracle's gradient is dense.
+    if kind == "sparse" and not (bag and _may_be_without_bags(options, shape)):
         optimizer = draw(st.sampled_from(("sgd", "sparse_adam", "adagrad")))
         return found | {"sparse": True, "optimizer": optimizer}
     if kind == "frequency" and (not bag or _can_be_balanced(options, shape)):
         found |= {"scale_grad_by_freq": True, "balanced": bag}
     return found
+
+
+def _may_be_without_bags(options: dict[str, Any], shape: tuple[int, ...]) -> bool:
+    if len(shape) > 1:
+        return 0 in (options.get("sizes") or shape[:1])
+    return 0 in (options.get("bag_counts") or (options["bags"],))
 
 
 def _can_be_balanced(options: dict[str, Any], shape: tuple[int, ...]) -> bool:
