@@ -112,8 +112,8 @@ def _lookup_options(
     if options.get("mode") == "max":
         return found
     kind = draw(st.sampled_from(("dense", "dense", "frequency") if compiled else ("dense", "frequency", "sparse")))
-    # Of no bag at all the oracle's gradient is dense.
-    if kind == "sparse" and not (bag and _may_be_without_bags(options, shape)):
+    # Of no bag at all the oracle's gradient is dense; of one id without a dimension torch's own backward fails.
+    if kind == "sparse" and shape and not (bag and _may_be_without_bags(options, shape)):
         optimizer = draw(st.sampled_from(("sgd", "sparse_adam", "adagrad")))
         return found | {"sparse": True, "optimizer": optimizer}
     if kind == "frequency" and (not bag or _can_be_balanced(options, shape)):
