@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import copy
-import datetime
-import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from autoshard import AutoshardError, IdRangeError, InputError, autoshard
 from autoshard.api import Settings, prepare
 from passes.rewrite.owned import _wire
-from tests.pool import Pool, PoolDied, RankError
+from tests.pool import Pool
 
 ROWS, COLUMNS = 10, 6
 NONE = torch.tensor([], dtype=torch.long)
@@ -157,6 +153,18 @@ OURS: dict[str, Use] = {
     "weights of another rank": Use(
         sums, (FOUR.view(2, 2), None, ones(4)), (FOUR.view(2, 2), None, ones(4)), InputError, "rank 0: per_sample_w"
     ),
+    **{
+        f"nested {kind} {how}": Use(layer, (nested,), (nested,), InputError, r"nested or sparse.*ranks \[0, 1\]", how)
+        for how in ("equal", "ragged", "replicated")
+        for kind, layer, nested in (
+            ("ids", embedding, torch.nested.nested_tensor([ids(1, 2), ids(3)], layout=torch.jagged)),
+            ("bags", bag, torch.nested.nested_tensor([ids(1, 2), ids(3)], layout=torch.jagged)),
+            ("lists", bag, torch.nested.nested_tensor([ids(1, 2), ids(3)])),
+        )
+    },
+    "sparse ids on one rank": Use(
+        embedding, (ids(1, 2).to_sparse(),), (ids(1, 2),), InputError, r"nested or sparse tensor on ranks \[0\]"
+    ),
     "lengths of two ranks": Use(
         embedding, (FOUR.view(2, 2),), (FOUR.view(1, 4),), InputError, r"beyond dimension 0.*same way", "ragged"
     ),
@@ -191,12 +199,12 @@ def call(mesh: DeviceMesh, name: str, register: str = "ours") -> Tensor:
     torch.manual_seed(0)
     model = autosharded(use.layer(), mesh, use.how)
     weight = model.get_parameter("1.weight")
-    assert isinstance(weight, DTensor)
-    before = weight.to_local().detach().clone()
+    local = weight.to_local() if isinstance(weight, DTensor) else weight
+    before = local.detach().clone()
     try:
         out: Tensor = model(*(use.first, use.second)[mesh.get_local_rank()])
     except Exception:
-        assert torch.equal(weight.to_local(), before), "the weight was changed before the error"
+        assert torch.equal(local, before), "the weight was changed before the error"
         raise
     return out.detach()
 
@@ -228,6 +236,15 @@ TORCHS: dict[str, Use] = {
         for how in ("equal", "ragged", "replicated")
         for dims, match in ((1, "offsets has to be a 1D Tensor"), (3, "1D or 2D Tensor"))
     },
+    **{
+        f"max with {option}": Use(
+            lambda option=option: bag(mode="max", **{option: True}),
+            *([(FOUR, OFFSETS)] * 2),
+            ValueError,
+            "max mode does not support",
+        )
+        for option in ("sparse", "scale_grad_by_freq")
+    },
     "2-D ids with offsets": Use(bag, *([(FOUR.view(2, 2), OFFSETS)] * 2), ValueError, "input is 2D"),
     "features of another dtype": Use(linear, *([(ones(2, 4).double(),)] * 2), RuntimeError, "dtype"),
     "features of another width": Use(linear, *([(ones(2, 5),)] * 2), RuntimeError, "shapes cannot be multiplied"),
@@ -240,6 +257,19 @@ def test_what_torch_refuses_is_its_error_on_all_ranks(pool: Pool, name: str) -> 
     with pytest.raises(use.error, match=use.match):
         use.layer()(*use.first)
     pool.expect_same_error(call, name, "torch's", error=use.error, match=use.match, world_size=2)
+
+
+def sparse_frequencies(mesh: DeviceMesh | None) -> None:
+    layer = embedding(sparse=True, scale_grad_by_freq=True)
+    out: Tensor = (layer if mesh is None else autoshard(layer, mesh))(FOUR)
+    out.sum().backward()
+
+
+def test_sparse_gradients_by_frequency_are_torchs_error_on_all_ranks(pool: Pool) -> None:
+    match = "scale_grad_by_freq not supported with sparse gradients"
+    with pytest.raises(RuntimeError, match=match):
+        sparse_frequencies(None)
+    pool.expect_same_error(sparse_frequencies, error=RuntimeError, match=match, world_size=2)
 
 
 def look_up_compiled(mesh: DeviceMesh, bad: int, bags: bool) -> None:
@@ -346,68 +376,3 @@ def test_a_table_of_billions_of_rows_has_a_plan_and_a_graph(rows: int) -> None:
     assert model[0].weight.shape == (rows, 8)
     wire = torch.int32 if rows < 2**31 else torch.int64
     assert _wire(nn.Parameter(model[0].weight)) == (torch.float32, wire)
-
-
-# ---------------------------------------------------------------- a rank that dies, or does not come
-
-
-@pytest.fixture(scope="module")
-def fragile() -> Iterator[Pool]:
-    """A pool for the tests that lose its ranks; the others have time for their errors."""
-    pool = Pool(world_size=3, grace=20.0)
-    yield pool
-    pool.close()
-
-
-class _EndsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        os._exit(3)
-
-
-def mesh_with_timeout(seconds: float) -> DeviceMesh:
-    return DeviceMesh.from_group(dist.new_group(timeout=datetime.timedelta(seconds=seconds)), "cpu")
-
-
-def step_without_rank_1(mesh: DeviceMesh, dies: bool) -> None:
-    """One step of all ranks; in the second, rank 1 ends in the middle, or comes too late."""
-    autoshard(nn.Sequential(embedding(), nn.Linear(COLUMNS, 3)), mesh)  # the first capture takes a while
-    model = autoshard(nn.Sequential(embedding(), nn.Linear(COLUMNS, 3)), mesh_with_timeout(30 if dies else 2))
-    model(FOUR).sum().backward()
-    start = time.monotonic()
-    absent = mesh.get_local_rank() == 1
-    if absent and not dies:
-        time.sleep(4)
-        return
-    try:
-        out = model(FOUR)
-        (_EndsInBackward.apply(out) if absent else out).sum().backward()
-    except Exception as error:
-        raise RuntimeError(f"ended after {time.monotonic() - start:.0f} s: {error}") from error
-
-
-def test_when_a_rank_does_not_come_the_others_end_at_the_time_out(fragile: Pool) -> None:
-    with pytest.raises(RankError) as raised:
-        fragile.run(step_without_rank_1, dies=False)
-    exceptions = raised.value.exceptions
-    assert exceptions[1] is None
-    for rank in (0, 2):
-        text = str(exceptions[rank])
-        assert "Timed out waiting 2000ms" in text or "Connection closed by peer" in text
-    assert any("Timed out waiting 2000ms" in str(exceptions[rank]) for rank in (0, 2))
-
-
-def test_when_a_rank_dies_the_others_end_with_an_error(fragile: Pool) -> None:
-    """Gloo knows the address of a peer, not its rank."""
-    with pytest.raises(PoolDied, match=r"the processes of ranks \[1\] ended") as raised:
-        fragile.run(step_without_rank_1, dies=True)
-    text = str(raised.value)
-    assert "rank 1 ended with exit code 3" in text
-    for rank in (0, 2):
-        assert f"rank {rank} Traceback" in text
-    assert text.count("RuntimeError: ended after 0 s") + text.count("RuntimeError: ended after 1 s") == 2
-    assert "by peer" in text

@@ -37,8 +37,17 @@ _DTYPES = (
 
 @dataclasses.dataclass(frozen=True)
 class _Signature:
-    """What a rank tells the others of an operand. Dimensions beyond `_MAX_DIMS` are told by their product."""
+    """What a rank tells the others of an operand. Dimensions beyond `_MAX_DIMS` are told by their product.
 
+    Attributes:
+        strided: False for a nested or sparse tensor, of which no more is told.
+        dtype: None for one that is not in `_DTYPES`.
+        requires_grad: as of the tensor.
+        dims: the number of dimensions.
+        shape: at most `_MAX_DIMS` numbers.
+    """
+
+    strided: bool
     dtype: torch.dtype | None
     requires_grad: bool
     dims: int
@@ -48,19 +57,23 @@ class _Signature:
     def row(cls, x: Tensor | None) -> list[int]:
         """The numbers that travel; the first says if there is an operand at all."""
         if x is None:
-            return [0] * (4 + _MAX_DIMS)
+            return [0] * (5 + _MAX_DIMS)
+        if not is_strided(x):
+            return [1, 0, -1, 0, 0, *[-1] * _MAX_DIMS]
         shape = list(x.shape)
         if len(shape) > _MAX_DIMS:
             shape[_MAX_DIMS - 1 :] = [math.prod(shape[_MAX_DIMS - 1 :])]
         dtype = _DTYPES.index(x.dtype) if x.dtype in _DTYPES else -1
-        return [1, dtype, int(x.requires_grad), x.dim(), *shape, *[-1] * (_MAX_DIMS - len(shape))]
+        return [1, 1, dtype, int(x.requires_grad), x.dim(), *shape, *[-1] * (_MAX_DIMS - len(shape))]
 
     @classmethod
     def of(cls, row: list[int]) -> _Signature | None:
         """The signature that a row tells."""
-        present, dtype, requires_grad, dims, *sizes = row
+        present, strided, dtype, requires_grad, dims, *sizes = row
+        if not present:
+            return None
         shape = tuple(size for size in sizes if size >= 0)
-        return cls(_DTYPES[dtype] if dtype >= 0 else None, bool(requires_grad), dims, shape) if present else None
+        return cls(bool(strided), _DTYPES[dtype] if dtype >= 0 else None, bool(requires_grad), dims, shape)
 
 
 Signatures = dict[str, "_Signature | None"]
@@ -93,7 +106,7 @@ def check_operands(
         InputError: if the ranks differ, with what each rank has.
     """
     present = [x for x in operands.values() if x is not None]
-    if not all(is_readable(x) for x in present):
+    if torch.compiler.is_compiling() or not all(is_readable(x) or not is_strided(x) for x in present):
         return []
     mine = torch.tensor([_Signature.row(x) for x in operands.values()], device=present[0].device)
     rows = all_gather(mine, group).view(-1, *mine.shape).tolist()
@@ -111,6 +124,10 @@ def _require_one_kind(name: str, by_rank: list[_Signature | None], at: str, ragg
         raise InputError(
             describe(at, f"{name} is given on ranks {given} only", f"it on {everywhere}, or on none", _REMEDY)
         )
+    if not all(signature.strided for signature in signatures):
+        some = [rank for rank, signature in enumerate(signatures) if not signature.strided]
+        fact = f"{name} is a nested or sparse tensor on ranks {some}"
+        raise InputError(describe(at, fact, "a strided one", "Pass its values, and their offsets to a bag."))
     dtypes = [signature.dtype for signature in signatures]
     if len(set(dtypes)) > 1:
         raise _differs(at, f"the dtype of {name}", dtypes, f"one dtype on {everywhere}", _REMEDY)
@@ -274,6 +291,11 @@ def check_offsets(by_rank: list[Tensor], id_counts: list[int], at: str) -> None:
                     "Compute the offsets from the lengths: torch.cumsum(lengths, 0) - lengths.",
                 )
             )
+
+
+def is_strided(x: Tensor) -> bool:
+    """False for nested and sparse tensors."""
+    return x.layout is torch.strided and not x.is_nested
 
 
 def is_readable(x: Tensor) -> bool:
