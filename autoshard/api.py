@@ -63,8 +63,8 @@ def autoshard(
 
     The model is changed in place and returned: its parameters become DTensors under their own names, its layers
     compute on this rank's columns. Parameters must be equal on all ranks, or on the meta device. Call it before
-    `torch.compile` and
-    before the optimizer is built, and do not wrap the result in DDP: gradients are reduced inside of the graph.
+    `torch.compile` and before the optimizer is built, and do not wrap the result in DDP: gradients are reduced inside
+    of the graph.
 
     Args:
         model: any module. Batch norm in training sees each rank's own rows, as under DDP.

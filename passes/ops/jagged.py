@@ -1,10 +1,9 @@
 """The jagged all_to_all: lists of ids, of many features, travel to the ranks that own the features.
 
 W ranks, of which rank r owns features_per_rank[r] consecutive features of F. A rank holds, key-major, B samples of
-every
-feature: lengths (F*B,), values (N,) with N the sum of the lengths, and weights (N,) or none. What arrives is ordered by
-(source rank, feature, sample); what every op wants is (feature, source rank, sample). That reordering is called recat,
-as is the vector that describes it. The shapes, and `recat`, are those of TorchRec's KJTAllToAll.
+every feature: lengths (F*B,), values (N,) with N the sum of the lengths, and weights (N,) or none. What arrives is
+ordered by (source rank, feature, sample); what every op wants is (feature, source rank, sample). That reordering is
+called recat, as is the vector that describes it. The shapes, and `recat`, are those of TorchRec's KJTAllToAll.
 
     function           what travels                           forward            backward
     exchange_lengths   lengths of equal batches               all_to_all         none

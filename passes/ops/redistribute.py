@@ -344,8 +344,7 @@ def replicate_parameter(parameter: Tensor, group: str, reduction: str) -> Tensor
 
     Args:
         parameter: a DTensor with placement Replicate; a plain Parameter, equal on all ranks, whose gradient is sparse;
-            or
-            a plain tensor that is no Parameter: it went through here already, and is returned as it is.
+            or a plain tensor that is no Parameter: it went through here already, and is returned as it is.
         group: name of the process group.
         reduction: what its gradient is, over the ranks' own gradients: "mean", "sum", or "none" where every rank
             computes the whole gradient already (replicated inputs).
