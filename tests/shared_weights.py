@@ -94,6 +94,19 @@ class RenormedTwice(nn.Module):
         return self.head(torch.tanh(self.table(ids) + self.table(ids.flip(1))))
 
 
+class RenormedAfterUse(nn.Module):
+    """The linear has kept its weight for the backward when the lookup scales rows of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 7, max_norm=0.5)
+        self.head = nn.Linear(7, 11, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor, x: Tensor) -> Tensor:
+        return self.head(x.requires_grad_()).sum() + self.table(ids)
+
+
 class Listed(nn.Module):
     """Tables in a list and in a module that has no forward, looked up by the model."""
 

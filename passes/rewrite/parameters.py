@@ -8,15 +8,24 @@ from torch import fx
 
 from passes.graph_pass import Edit
 from passes.ops import redistribute
+from passes.ops.renorm import renorm
 from passes.rewrite.sandwich import Context
 from passes.sites import Scope
 from passes.traffic import BACKWARD, Traffic, traffic
 
 
 def rewrite(node: fx.Node, users: list[fx.Node], scope: Scope, context: Context, parameter: torch.nn.Parameter) -> Edit:
-    """Puts `replicate_parameter` between a parameter's node and those of its users that want the whole of it."""
+    """Puts `replicate_parameter` between a parameter's node and those of its users that want the whole of it.
+
+    It stands behind the lookups that renorm the parameter in place before the first of these users.
+    """
     graph = scope.graph_module.graph
-    with graph.inserting_after(node):
+    behind = current = node
+    while current not in users:
+        if current.target is renorm and current.args[0] is node:
+            behind = current
+        current = current.next
+    with graph.inserting_after(behind):
         arguments = (node, context.group, context.reduction)
         local = graph.create_node(
             "call_function", redistribute.replicate_parameter, arguments, {}, f"{node.name}_local"
