@@ -81,6 +81,10 @@ def embedding_bag(
     checks.check_ids(ids, weight.size(0), at)
     checks.check_sparse(sparse, at)
     columns = _without_empty(weight)
+    bags = _first_bags(offsets, batches) if include_last_offset and offsets is not None else None
+    if sparse and bags is not None and offsets is not None:
+        ids, offsets, per_sample_weights = only_bags(ids, offsets, per_sample_weights, bags)
+        bags = None
     out = F.embedding_bag(
         ids,
         columns,
@@ -91,23 +95,33 @@ def embedding_bag(
         per_sample_weights=per_sample_weights,
         padding_idx=padding_idx,
     )[:, : weight.size(1)]
-    if include_last_offset and offsets is not None:
-        return _without_last_bags(out, batches)
-    return out
+    return out if bags is None else out.index_select(0, bags)
 
 
-def _without_last_bags(bags: Tensor, batches: int | list[int]) -> Tensor:
-    """Leaves out the last bag of each batch.
+def _first_bags(offsets: Tensor, batches: int | list[int]) -> Tensor:
+    """Which of the bags that `offsets` begin stay: all but the last one of each batch, which holds what torch ignores.
 
-    `batches` counts them; or it lists the bags that stay of each, and their sum, where they differ.
+    By index, so that no size comes of it that the compiler has not been told.
     """
     if isinstance(batches, int):
-        by_batch: Tensor = bags.unflatten(0, (batches, -1))
-        return by_batch[:, :-1].flatten(0, 1)
-    # By index, so that no size comes of it that the compiler has not been told.
-    counts = torch.tensor(batches[:-1], device=bags.device)
-    starts = (counts + 1).cumsum(0) - (counts + 1)
-    return bags.index_select(0, segment_index(starts, counts, batches[-1]))
+        numbers = torch.arange(offsets.size(0), device=offsets.device)
+        return numbers.view(batches, -1)[:, :-1].flatten()
+    counts = torch.tensor(batches[:-1], device=offsets.device)
+    return segment_index((counts + 1).cumsum(0) - (counts + 1), counts, batches[-1])
+
+
+def only_bags(
+    ids: Tensor, offsets: Tensor, per_sample_weights: Tensor | None, bags: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Ids, offsets and weights of some of the bags: a sparse gradient has entries for every id that is looked up.
+
+    Their number depends on the offsets, so that this is for eager mode, as sparse gradients are.
+    """
+    lengths = torch.diff(offsets, append=offsets.new_tensor([ids.size(0)]))
+    stays = torch.zeros_like(offsets, dtype=torch.bool).index_fill(0, bags, True).repeat_interleave(lengths)
+    kept = lengths[bags]
+    weights = None if per_sample_weights is None else per_sample_weights[stays]
+    return ids[stays], kept.cumsum(0) - kept, weights
 
 
 def _without_empty(weight: Tensor) -> Tensor:

@@ -209,18 +209,22 @@ def embedding_bag(
     x = sent.arrived[place]
     if x is None:
         return None
+    ids, offsets, weights, bags = x.ids, x.offsets, x.weights, x.bags
+    if sparse and offsets is not None and bags is not None:
+        ids, offsets, weights = lookup.only_bags(ids, offsets, weights, bags)
+        bags = None
     out = lookup.embedding_bag(
-        x.ids,
+        ids,
         weight,
-        x.offsets,
-        x.weights,
+        offsets,
+        weights,
         at=at,
         mode=mode,
         padding_idx=padding_idx,
         scale_grad_by_freq=scale_grad_by_freq,
         sparse=sparse,
     )
-    return out if x.bags is None else out.index_select(0, x.bags)
+    return out if bags is None else out.index_select(0, bags)
 
 
 def send_back(sent: Sent, columns: Sequence[Tensor | None], shards: Sequence[Tensor]) -> list[Tensor]:

@@ -18,6 +18,9 @@ FOUND = {
     "max_norm of ids behind the last offset": Case(
         BAG, (8,), 18, 7, (0, 2), mode="max", bags=4, include_last_offset=True, tail=5, max_norm=2.0, norm_type=3.0
     ),
+    "sparse gradients of ids behind the last offset": Case(
+        BAG, (8,), 8, 1, (0, 2, 3, 1), optimizer="sparse_adam", bags=1, include_last_offset=True, tail=7, sparse=True
+    ),
     "one column on each rank": Case(LINEAR, (3, 1), 1, 3, (0, 1, 3), bias=False),
 }
 

@@ -208,17 +208,6 @@ def din() -> nn.Module:
     )
 
 
-def dien() -> nn.Module:
-    return _deepctr().models.DIEN(
-        with_history(),
-        ["item"],
-        gru_type="AUGRU",
-        dnn_hidden_units=(10, 7),
-        att_hidden_units=(8, 5),
-        init_std=INIT_STD,
-    )
-
-
 def shared_bottom() -> nn.Module:
     return _deepctr().models.SharedBottom(with_genres(), (10, 7), (5,), init_std=INIT_STD)
 

@@ -56,16 +56,6 @@ DEEPCTR = (
     Case(models.onn, models.counts_and_categories_batch, 35),
     Case(models.pnn, models.with_genres_batch, 11),
     Case(models.din, models.with_history_batch, 17),
-    # DIEN writes its result into zeros of float32, which take no other dtype. Its recurrent cell runs on the rows whose
-    # histories are not over yet: these differ in number between the ranks, so the cell is not sharded.
-    Case(
-        models.dien,
-        models.with_history_batch,
-        17,
-        4,
-        dtype=torch.float32,
-        plan={"*.rnn.*": "replicate", "*": "colwise"},
-    ),
     Case(models.shared_bottom, models.with_genres_batch, 16),
     Case(models.esmm, models.with_genres_batch, 16),
     Case(models.mmoe, models.with_genres_batch, 30),
