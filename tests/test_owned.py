@@ -114,7 +114,7 @@ def test_twelve_tables_train_as_in_one_process(pool: Pool, ragged: bool, world_s
 @pytest.mark.parametrize(
     ("backend", "world_size"),
     [
-        ("aot_eager", 2),
+        pytest.param("aot_eager", 2, marks=pytest.mark.slow),
         pytest.param("aot_eager", 3, marks=pytest.mark.slow),
         pytest.param("inductor", 2, marks=pytest.mark.slow),
         pytest.param("inductor", 3, marks=pytest.mark.slow),
@@ -125,7 +125,7 @@ def test_one_graph_serves_batches_of_all_sizes(pool: Pool, backend: str, world_s
     require_equal(pool, Setting(backend=backend), world_size)
 
 
-@pytest.mark.parametrize("ragged", [True, False])
+@pytest.mark.parametrize("ragged", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_inductor_compiles_a_few_tables(pool: Pool, ragged: bool) -> None:
     require_equal(pool, Setting((*TWELVE[4:6], *FIXED[1:3]), backend="inductor", ragged=ragged), 2)
 
@@ -219,7 +219,7 @@ def bytes_of(tables: tuple[Table, ...], world: int, rank: int, ragged: bool) -> 
     return {FORWARD: forward, BACKWARD: backward}
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_twelve_ragged_lookups_take_four_collectives_and_one_read(pool: Pool, world_size: int) -> None:
     """Sizes, ids with offsets, weights, results; backward results, weights."""
     results = pool.run(step_of, TWELVE, True, world_size=world_size, fresh_dynamo=True, timeout=120)
