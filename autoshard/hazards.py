@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import inspect
 import logging
 import os
@@ -61,6 +62,7 @@ class Recorder:
     def __enter__(self) -> Recorder:
         self._previous = sys.getprofile()
         self._outermost = sys._getframe(1)
+        self._collectors = {getattr(callback, "__code__", None) for callback in gc.callbacks}
         sys.setprofile(self._see)
         return self
 
@@ -73,10 +75,12 @@ class Recorder:
             self.executed.append((frame.f_code, frame.f_globals))
 
     def _beside(self, frame: FrameType | None) -> bool:
-        """True below an import, which torch does late while it traces, and below a log message."""
+        """True below an import, which torch does late while it traces, a log message, and what runs at a collection."""
         while frame is not None and frame is not self._outermost:
             code = frame.f_code
             if code.co_name == "<module>" or code.co_filename.startswith(("<frozen importlib", _LOGGING)):
+                return True
+            if code in self._collectors:
                 return True
             frame = frame.f_back
         return False

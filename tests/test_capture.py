@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import linecache
 import logging
 import warnings
@@ -421,6 +422,36 @@ class Handler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.messages.append(record.getMessage())
+
+
+class Collects(nn.Module):
+    """Has garbage collected in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gc.collect()
+        return self.layer(x)
+
+
+def test_what_runs_at_a_garbage_collection_is_no_part_of_the_model() -> None:
+    seen = []
+
+    def callback(phase: str, info: dict[str, int]) -> None:
+        try:
+            seen.append(phase)
+        except RecursionError:
+            pass
+
+    gc.callbacks.append(callback)
+    try:
+        kept = capture(Collects()).kept
+    finally:
+        gc.callbacks.remove(callback)
+    assert seen
+    assert not any("try" in reason for reason in kept.values())
 
 
 def test_log_handlers_that_run_during_capture_are_no_part_of_the_model() -> None:
