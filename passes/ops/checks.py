@@ -19,7 +19,7 @@ from passes.errors import IdRangeError, InputError, describe
 from passes.ops.collectives import all_gather
 
 _MAX_DIMS = 8
-_ID_DTYPES = (torch.int32, torch.int64)
+ID_DTYPES = (torch.int32, torch.int64)
 _REMEDY = "Call the model in the same way on every rank."
 _DTYPES = (
     torch.int32,
@@ -168,7 +168,7 @@ def check_bag(
     """
     operands = {"ids": ids, "offsets": offsets, "per_sample_weights": weights}
     by_rank = check_operands(operands, group, at, ragged=ragged)
-    if by_rank and offsets is not None and (offsets.dim() != 1 or offsets.dtype not in _ID_DTYPES):
+    if by_rank and offsets is not None and (offsets.dim() != 1 or offsets.dtype not in ID_DTYPES):
         raise InputError(
             describe(
                 at,
@@ -216,7 +216,7 @@ def check_ids(ids: Tensor, num_embeddings: int, at: str, group: str | None = Non
     """
     if not is_readable(ids):
         return
-    if ids.dtype not in _ID_DTYPES:
+    if ids.dtype not in ID_DTYPES:
         raise InputError(
             describe(
                 at,

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from passes.errors import AutoshardError, IdRangeError, InputError, describe
-from passes.ops.checks import is_readable
+from passes.ops.checks import ID_DTYPES, is_readable
 from passes.ops.collectives import all_gather, group_size
 
 if TYPE_CHECKING:
     from passes.ops.owned import Lookup
 
-_IDS = (torch.int32, torch.int64)
 _WEIGHTS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _FACTS = (
     "ids_dtype",
@@ -90,7 +89,7 @@ def check_weights(own: Lookup, dtype: torch.dtype, mode: str, at: str) -> None:
 
 def _facts(x: Lookup, given: Tensor) -> list[int]:
     lowest, highest = (0, 0) if given.numel() == 0 else (int(end) for end in torch.aminmax(given))
-    facts = [_place(given.dtype, _IDS), -1, x.ids.size(0), x.ids.size(0), x.rows]
+    facts = [_place(given.dtype, ID_DTYPES), -1, x.ids.size(0), x.ids.size(0), x.rows]
     facts += [-1 if x.bag_length is None else x.bag_length, lowest, highest]
     if x.weights is not None:
         facts[1], facts[3] = _place(x.weights.dtype, _WEIGHTS), x.weights.size(0)
@@ -98,7 +97,7 @@ def _facts(x: Lookup, given: Tensor) -> list[int]:
         return [*facts, -1, 0, 1, 0]
     values = x.offsets.tolist() or [0]
     ascending = all(a <= b for a, b in itertools.pairwise(values))
-    return [*facts, _place(x.offsets.dtype, _IDS), int(values[0]), int(ascending), int(values[-1])]
+    return [*facts, _place(x.offsets.dtype, ID_DTYPES), int(values[0]), int(ascending), int(values[-1])]
 
 
 def _check_rank(found: dict[str, int], num_embeddings: int, place: str) -> None:
@@ -148,7 +147,7 @@ def _check_together(by_rank: list[dict[str, int]], at: str, ragged: bool, world:
 def _shown(fact: str, value: int) -> object:
     if not fact.endswith("dtype"):
         return value
-    return "none" if value < 0 else (_WEIGHTS if fact.startswith("weights") else _IDS)[value]
+    return "none" if value < 0 else (_WEIGHTS if fact.startswith("weights") else ID_DTYPES)[value]
 
 
 def _place(dtype: torch.dtype, among: Sequence[torch.dtype]) -> int:

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from autoshard import Certificate, verify
-from autoshard.planner import PlanSpec
 from passes.plan import COLWISE, REPLICATE, ShardingPlan
 from tests.zoo import models
 
@@ -29,10 +28,8 @@ class Case:
     batch: Callable[[int], Any]
     colwise: int
     replicated: int = 0
-    dtype: torch.dtype = torch.float64
     world_size: int = 2
     compile: bool | str = False
-    plan: PlanSpec = "colwise"
 
 
 DEEPCTR = (
@@ -106,9 +103,8 @@ def _check(case: Case) -> Certificate:
         case.build,
         case.batch,
         case.world_size,
-        plan=case.plan,
         compile=case.compile,
-        dtype=case.dtype,
+        dtype=torch.float64,
         timeout=280,
     )
     _every_layer_has_a_reason(case.build(), certificate.plan)
