@@ -20,7 +20,7 @@ demo: $(STAMP) ## shard a DLRM over 4 processes and train it beside one process
 	$(PY) examples/dlrm.py --world-size 4 $(if $(CRITEO),--data $(CRITEO)) $(ARGS)
 
 test: $(STAMP) ## run the tests, except those marked zoo, slow or gpu (ARGS="-k name" is passed on)
-	$(PY) -m pytest -q tests -m "not zoo and not slow and not gpu" $(ARGS)
+	$(PY) -m pytest -q tests -m "not zoo and not slow and not gpu" -n 2 --dist worksteal $(ARGS)
 
 test-all: $(ZOO_STAMP) ## run every test (ARGS is passed on)
 	$(PY) -m pytest -q tests $(ARGS)

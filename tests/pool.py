@@ -307,7 +307,8 @@ class Pool:
         stacks: dict[int, str] = {}
         logs: dict[int, str] = {}
         texts = [why]
-        for rank in self._ranks:
+        # The cause comes first: what is cut from a long report is its middle.
+        for rank in sorted(self._ranks, key=lambda rank: (rank.process.is_alive(), rank.number in answers)):
             number = rank.number
             if number in answers:
                 texts.append(f"rank {number} {answers[number].traceback or 'returned'}")

@@ -30,6 +30,20 @@ from tests.pool import Pool
 
 LADDERS = ("fx", "export")
 
+# torch.export takes seconds for these, and what they show is shown by smaller models as well.
+_EXPORTED_SLOWLY = ("encoder", "attention", "transformer")
+
+
+def by_ladder(*cases: Any) -> list[Any]:
+    """(model, ladder), or where the cases are tuples (model, ..., ladder)."""
+    found = []
+    for case in cases:
+        values = case if isinstance(case, tuple) else (case,)
+        for ladder in LADDERS:
+            slow = ladder == "export" and values[0] in _EXPORTED_SLOWLY
+            found.append(pytest.param(*values, ladder, marks=[pytest.mark.slow] if slow else []))
+    return found
+
 
 def captured(model: nn.Module, ladder: str, case: Model) -> Capture:
     with warnings.catch_warnings():
@@ -200,8 +214,7 @@ def test_notes_of_the_ladder_stand_in_the_plan() -> None:
     assert any("first has hooks" in note for note in plan.notes)
 
 
-@pytest.mark.parametrize("ladder", LADDERS)
-@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize(("name", "ladder"), by_ladder(*ODD))
 def test_capturing_changes_no_model(name: str, ladder: str) -> None:
     case = MODELS[name]
     model = case.make()
@@ -227,8 +240,7 @@ IN_BOTH_MODES = [
 ]
 
 
-@pytest.mark.parametrize("ladder", LADDERS)
-@pytest.mark.parametrize(("name", "captured_in_training"), IN_BOTH_MODES)
+@pytest.mark.parametrize(("name", "captured_in_training", "ladder"), by_ladder(*IN_BOTH_MODES))
 def test_graphs_compute_what_the_model_computes_in_both_modes(
     name: str, captured_in_training: bool, ladder: str
 ) -> None:

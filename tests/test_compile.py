@@ -71,21 +71,22 @@ def test_to_compile_runs_no_collective(pool: Pool) -> None:
         assert second
 
 
-# Minutes on two cores, and the same machinery: in `make test` the export ladder compiles the smallest model.
+# Minutes on two cores, and the same machinery: `make test` compiles the smallest, `aot_eager` does the others.
 _LARGE = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
     ("model", "examples"),
     [
-        ("mlp", False),
-        ("mlp", True),
-        ("two_tower", False),
+        ("two_tables", False),
+        pytest.param("mlp", False, marks=_LARGE),
+        pytest.param("mlp", True, marks=_LARGE),
+        pytest.param("two_tower", False, marks=_LARGE),
         pytest.param("two_tower", True, marks=_LARGE),
-        ("dlrm", False),
+        pytest.param("dlrm", False, marks=_LARGE),
         pytest.param("dlrm", True, marks=_LARGE),
         pytest.param("criteo", False, marks=_LARGE),
-        ("one_block", False),
+        pytest.param("one_block", False, marks=_LARGE),
         pytest.param("transformer", False, marks=_LARGE),
         pytest.param("transformer", True, marks=_LARGE),
     ],

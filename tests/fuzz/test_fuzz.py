@@ -6,11 +6,10 @@ line that runs it again.
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
 
+from tests.conftest import Cases
 from tests.fuzz.draw import Request, requests
 from tests.matrix.case import Case
 from tests.matrix.run import run_cases
@@ -28,16 +27,16 @@ def command(case: Case, backend: str | None) -> str:
 
 
 class Fuzz:
-    """Draws requests until `limit` cases have run; counts them by backend."""
+    """Draws requests until `limit` cases have run."""
 
-    def __init__(self, pool: Pool, limit: int) -> None:
-        self.pool, self.limit = pool, limit
-        self.count: Counter[str] = Counter()
+    def __init__(self, pool: Pool, cases: Cases, limit: int) -> None:
+        self.pool, self.cases, self.limit = pool, cases, limit
+        self.count = 0
 
     def run(self, backends: tuple[str | None, ...], first_seed: int) -> None:
         """Each hundred requests have a seed of their own, the first one `first_seed`."""
         number = first_seed
-        while self.count.total() < self.limit:
+        while self.count < self.limit:
             rules = settings(
                 max_examples=100,
                 deadline=None,
@@ -49,9 +48,10 @@ class Fuzz:
             number += 1
 
     def _check(self, request: Request) -> None:
-        if self.count.total() >= self.limit:
+        if self.count >= self.limit:
             return
-        self.count[request.backend or "eager"] += len(request.cases)
+        self.count += len(request.cases)
+        self.cases.add("fuzz", request.backend, len(request.cases))
         results = self.pool.run(
             run_cases,
             list(request.cases),
@@ -66,12 +66,8 @@ class Fuzz:
         assert not failures, "\n".join([*failures, "To run it again:", *commands])
 
 
-def test_random_cases_equal_one_process(pool: Pool, request: pytest.FixtureRequest) -> None:
-    cases: int | None = request.config.getoption("--fuzz-cases")
+def test_random_cases_equal_one_process(pool: Pool, cases: Cases, request: pytest.FixtureRequest) -> None:
+    limit: int | None = request.config.getoption("--fuzz-cases")
     first_seed: int = request.config.getoption("--fuzz-seed")
-    fuzz = Fuzz(pool, 300 if cases is None else cases)
-    try:
-        fuzz.run(QUICK_BACKENDS if cases is None else BACKENDS, first_seed)
-    finally:
-        with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-            print(f"\nfuzz: {fuzz.count.total()} cases {dict(fuzz.count)}, seed {first_seed}")
+    fuzz = Fuzz(pool, cases, 100 if limit is None else limit)
+    fuzz.run(QUICK_BACKENDS if limit is None else BACKENDS, first_seed)
