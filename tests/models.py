@@ -735,10 +735,6 @@ MODELS: dict[str, Model] = {
 
 # For the tests that compile: a smaller model, and the DLRM of the example.
 SIZED = {
-    "two_tables": Model(
-        lambda: build_dlrm(2),
-        in_equal_parts(lambda rows, seed: (dense(rows, seed, 13), ids(rows, seed + 1000, 30, 2))),
-    ),
     "one_block": Model(lambda: Transformer(1), MODELS["transformer"].split),
     "criteo": Model(
         lambda: build_dlrm(26),

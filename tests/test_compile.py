@@ -78,8 +78,7 @@ _LARGE = pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "examples"),
     [
-        ("two_tables", False),
-        pytest.param("mlp", False, marks=_LARGE),
+        ("mlp", False),
         pytest.param("mlp", True, marks=_LARGE),
         pytest.param("two_tower", False, marks=_LARGE),
         pytest.param("two_tower", True, marks=_LARGE),
