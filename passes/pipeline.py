@@ -16,8 +16,9 @@ from passes.graph_pass import Edit, GraphPass
 from passes.normalize import FoldFixedBags, FoldRenorm, InlineLayers, InlineModes
 from passes.ops import redistribute
 from passes.ops.renorm import renorm
+from passes.optimize.merge_collectives import MergeCollectives
 from passes.rewrite import embedding, embedding_bag, linear, owned, parameters
-from passes.rewrite.sandwich import Context, Sandwich
+from passes.rewrite.sandwich import Context, Known, Sandwich
 from passes.shapes import check_shapes
 from passes.sites import EMBEDDING, EMBEDDING_BAG, LINEAR, Call, Scope, calls, nested_call_users, scopes
 from passes.traffic import B, shape_of
@@ -52,16 +53,16 @@ class SendToOwners(GraphPass):
             chosen = [c for c in calls(scope) if self._context.plan.has_owners(scope.parameters[c.weight])]
             if not chosen:
                 continue
-            differentiable = _differentiable(scope, inputs=bool(self._prefix))
+            differentiable, known = _differentiable(scope, inputs=bool(self._prefix)), Known(scope.graph_module)
             for number, group in enumerate(owned.groups(scope, chosen, self._parameters)):
-                made = [Sandwich(scope, c, self._context, self._parameters, differentiable) for c in group]
+                made = [Sandwich(scope, c, self._context, self._parameters, differentiable, known) for c in group]
                 shapes = [_shapes(sandwich) for sandwich in made]
                 owned.rewrite(made, number)
                 together = "" if len(made) == 1 else f", exchanged together with {len(made) - 1} other lookups"
-                for sandwich, known in zip(made, shapes, strict=True):
+                for sandwich, sizes in zip(made, shapes, strict=True):
                     ranks = self._context.plan.row(sandwich.weight_name).ranks or ()
                     what = f"sharded by column over rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}{together}"
-                    self.record(_edit(sandwich, known, what, _OWNED))
+                    self.record(_edit(sandwich, sizes, what, _OWNED))
         return PassResult(graph_module, len(self.edits) > before)
 
 
@@ -76,10 +77,10 @@ class RewriteSites(GraphPass):
         before = len(self.edits)
         sharded = self._context.plan.colwise()
         for scope in scopes(graph_module, self._prefix):
-            differentiable = _differentiable(scope, inputs=bool(self._prefix))
+            differentiable, known = _differentiable(scope, inputs=bool(self._prefix)), Known(scope.graph_module)
             for call in calls(scope):
                 if scope.parameters[call.weight] in sharded or self._concerns_whole_tables(call):
-                    sandwich = Sandwich(scope, call, self._context, self._parameters, differentiable)
+                    sandwich = Sandwich(scope, call, self._context, self._parameters, differentiable, known)
                     self.record(_rewrite(sandwich))
         return PassResult(graph_module, len(self.edits) > before)
 
@@ -239,6 +240,7 @@ def shard_graph(
         SendToOwners(context, model_parameters, prefix),
         RewriteSites(context, model_parameters, prefix),
         ReplicateParameters(context, model_parameters, prefix),
+        MergeCollectives(context, model_parameters, prefix),
     ]
     for graph_pass in passes:
         graph_pass(graph_module)

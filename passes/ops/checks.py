@@ -85,7 +85,19 @@ def check_equal_sizes(x: Tensor, group: str, at: str) -> None:
     Raises:
         InputError: otherwise, with what each rank has.
     """
-    check_operands({"the input": x}, group, at)
+    check_inputs([(x, at)], group)
+
+
+def check_inputs(inputs: Sequence[tuple[Tensor, str]], group: str) -> None:
+    """`check_equal_sizes` of several, each with its module path. One collective.
+
+    Raises:
+        InputError: otherwise, with what each rank has of the first that differs.
+    """
+    by_rank = _signatures([x for x, _ in inputs], group)
+    for place, (_, at) in enumerate(inputs):
+        if by_rank:
+            _require_one_kind("the input", [rank[place] for rank in by_rank], at, ragged=False)
 
 
 def check_operands(
@@ -105,15 +117,21 @@ def check_operands(
     Raises:
         InputError: if the ranks differ, with what each rank has.
     """
-    present = [x for x in operands.values() if x is not None]
-    if torch.compiler.is_compiling() or not all(is_readable(x) or not is_strided(x) for x in present):
-        return []
-    mine = torch.tensor([_Signature.row(x) for x in operands.values()], device=present[0].device)
-    rows = all_gather(mine, group).view(-1, *mine.shape).tolist()
-    by_rank = [dict(zip(operands, map(_Signature.of, rank), strict=True)) for rank in rows]
+    by_rank = [dict(zip(operands, rank, strict=True)) for rank in _signatures(list(operands.values()), group)]
     for name in operands:
-        _require_one_kind(name, [rank[name] for rank in by_rank], at, ragged)
+        if by_rank:
+            _require_one_kind(name, [rank[name] for rank in by_rank], at, ragged)
     return by_rank
+
+
+def _signatures(operands: Sequence[Tensor | None], group: str) -> list[list[_Signature | None]]:
+    """For each rank its operands'; nothing where values cannot be read."""
+    present = [x for x in operands if x is not None]
+    if torch.compiler.is_compiling() or not present or not all(is_readable(x) or not is_strided(x) for x in present):
+        return []
+    mine = torch.tensor([_Signature.row(x) for x in operands], device=present[0].device)
+    rows = all_gather(mine, group).view(-1, *mine.shape).tolist()
+    return [[_Signature.of(row) for row in rank] for rank in rows]
 
 
 def _require_one_kind(name: str, by_rank: list[_Signature | None], at: str, ragged: bool) -> None:

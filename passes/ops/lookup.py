@@ -6,7 +6,7 @@ error. And a rank that holds no column calls the kernel with one: torch's embedd
     embedding       ids (...), weight (V, d)                  -> (..., d)
     embedding_bag   ids (bags, L), or (N,) with offsets       -> (bags, d)
 
-Bags of all ranks in one call: `all_gather_offsets` puts the ranks' offsets behind one another, each moved by the ids
+Bags of all ranks in one call: `offsets_of_all` puts the ranks' offsets behind one another, each moved by the ids
 that come before it. With `include_last_offset` a rank's last offset ends its last bag; in the gathered offsets that
 offset begins one bag more, which holds the ids that torch ignores, and the results of these bags are left out.
 """
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from passes.ops import checks
-from passes.ops.collectives import all_gather, group_size
+from passes.ops.collectives import group_size
 from passes.ops.jagged import segment_index
 
 
@@ -161,6 +161,19 @@ def checked_ids(
     return ids
 
 
+def narrow_ids(ids: Tensor | None) -> Tensor | None:
+    """Ids or offsets as they travel: int64 becomes int32. None stays None.
+
+    What int32 does not hold becomes the nearest that it does.
+
+    For tables of fewer than 2^31 rows, so that what is out of range stays out of range.
+    """
+    if ids is None or ids.dtype != torch.int64:
+        return ids
+    limits = torch.iinfo(torch.int32)
+    return ids.clamp(limits.min, limits.max).to(torch.int32)
+
+
 def replicated_ids(ids: Tensor, num_embeddings: int, group: str, *, at: str) -> Tensor:
     """The ids, which every rank was promised to have the same of.
 
@@ -183,12 +196,11 @@ def in_bags(x: Tensor | None, offsets: Tensor | None, include_last_offset: bool)
     return x[:0]
 
 
-def all_gather_offsets(offsets: Tensor | None, ids: Tensor, group: str, *, at: str) -> Tensor | None:
-    """(B,) offsets into this rank's ids -> (W*B,) offsets into the ids of all ranks, as int64.
+def offsets_of_all(gathered: Tensor | None, ids: Tensor, group: str, *, at: str) -> Tensor | None:
+    """The offsets of all ranks, each into its own rank's ids, -> offsets into the ids of all ranks, as int64.
 
     Args:
-        offsets: (B,), int32 or int64; first 0, ascending; B is the same on all ranks. None, for bags of 2-D ids,
-            stays None.
+        gathered: (W*B,), int32 or int64; of each rank first 0, ascending. None, for bags of 2-D ids, stays None.
         ids: (N,), this rank's ids; N is the same on all ranks.
         group: name of the process group.
         at: module path, for errors.
@@ -197,10 +209,10 @@ def all_gather_offsets(offsets: Tensor | None, ids: Tensor, group: str, *, at: s
         InputError: in eager mode, on all ranks, if a rank's offsets do not begin with 0, do not ascend, or exceed its
             ids.
     """
-    if offsets is None:
+    if gathered is None:
         return None
     world = group_size(group)
-    gathered = all_gather(offsets, group).view(world, -1).long()
-    checks.check_offsets(list(gathered.unbind()), [ids.size(0)] * world, at)
-    base = torch.arange(world, device=offsets.device).unsqueeze(1) * ids.size(0)
-    return (gathered + base).flatten()
+    by_rank = gathered.view(world, gathered.size(0) // world).long()
+    checks.check_offsets(list(by_rank.unbind()), [ids.size(0)] * world, at)
+    base = torch.arange(world, device=gathered.device).unsqueeze(1) * ids.size(0)
+    return (by_rank + base).flatten()

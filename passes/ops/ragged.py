@@ -224,6 +224,18 @@ def reduce_scatter_ragged(partial: Tensor, like: Tensor, counts: list[int], grou
     return out.view(*like.shape[:-1], partial.size(-1))
 
 
+def linear_ragged(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear` of (N, ..., in), N unknown to the compiler.
+
+    The derivative of a matrix product asks whether a matrix of one column is stored as one row: whether N is 1. So one
+    feature, or none, is multiplied instead.
+    """
+    if x.size(-1) > 1:
+        return F.linear(x, weight, bias)
+    products = (x.unsqueeze(-2) * weight).sum(-1)
+    return products if bias is None else products + bias
+
+
 def own_rows_ragged(x: Tensor, like: Tensor, counts: list[int], group: str) -> Tensor:
     """Replicate -> Shard(0): (N, ..., D) -> (n, ..., D), this rank's rows; `like` is (n, ...) or one row ()."""
     own = _own_rows(x, 1 if like.dim() == 0 else like.size(0), counts, group)

@@ -356,7 +356,7 @@ def replicate_parameter(parameter: Tensor, group: str, reduction: str) -> Tensor
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if reduction == NONE or not parameter.requires_grad:
         return local
-    return _scale_gradient(apply(_ReduceGradient, local, group), group, reduction)
+    return scale_gradient(apply(_ReduceGradient, local, group), group, reduction)
 
 
 def local_columns(parameter: Tensor, group: str, reduction: str, *, sparse: bool = False) -> Tensor:
@@ -377,7 +377,7 @@ def local_columns(parameter: Tensor, group: str, reduction: str, *, sparse: bool
     if isinstance(parameter, DTensor):
         if parameter.device_mesh.get_coordinate() is None:
             return apply(_NoColumns, parameter)
-        return _scale_gradient(parameter.to_local(), group, reduction)
+        return scale_gradient(parameter.to_local(), group, reduction)
     if not sparse:
         raise InputError(
             describe(
@@ -389,10 +389,11 @@ def local_columns(parameter: Tensor, group: str, reduction: str, *, sparse: bool
         )
     if parameter.size(1) == 0:
         return parameter.new_zeros(parameter.shape).requires_grad_(parameter.requires_grad)
-    return _scale_gradient(parameter, group, reduction)
+    return scale_gradient(parameter, group, reduction)
 
 
-def _scale_gradient(x: Tensor, group: str, reduction: str) -> Tensor:
+def scale_gradient(x: Tensor, group: str, reduction: str) -> Tensor:
+    """`x`; for the reduction "mean" its gradient is divided by W."""
     if reduction != MEAN or not x.requires_grad:
         return x
     return apply(_ScaleGradient, x, group_size(group))

@@ -13,12 +13,11 @@ from __future__ import annotations
 from typing import Any
 
 import sympy
-import torch
 from torch import fx
 
-from passes.ops import lookup, ragged
+from passes.ops import lookup, ragged, redistribute
 from passes.rewrite.sandwich import Sandwich
-from passes.traffic import FORWARD, itemsize_of, rows_of, shape_of
+from passes.traffic import FORWARD, rows_of, shape_of
 
 
 def rewrite(sandwich: Sandwich) -> None:
@@ -68,7 +67,7 @@ def _checked(sandwich: Sandwich) -> fx.Node:
         "ragged": sandwich.ragged,
         "replicated": not context.batch_sharded,
     }
-    node = sandwich.add(
+    node = sandwich.once(
         f"{call.input.name}_checked",
         lookup.checked_ids,
         call.input,
@@ -76,7 +75,7 @@ def _checked(sandwich: Sandwich) -> fx.Node:
         weights,
         context.group,
         at=sandwich.at,
-        **{name: True for name, value in options.items() if value},
+        **{name: True for name, value in options.items() if value},  # type: ignore[arg-type]  # no option is `moves`
     )
     if "val" in call.input.meta:
         node.meta["val"] = call.input.meta["val"]
@@ -89,7 +88,7 @@ def _in_bags(sandwich: Sandwich, x: Any) -> Any:
     if not (isinstance(x, fx.Node) and isinstance(offsets, fx.Node)):
         return x
     last = bool(sandwich.call.options["include_last_offset"])
-    node = sandwich.add(f"{x.name}_in_bags", lookup.in_bags, x, offsets, last)
+    node = sandwich.once(f"{x.name}_in_bags", lookup.in_bags, x, offsets, last)
     if "val" in x.meta:
         node.meta["val"] = x.meta["val"]
     if x in sandwich.differentiable:
@@ -104,7 +103,7 @@ def _bag_counts(sandwich: Sandwich, id_counts: Any, offset_counts: Any) -> Any:
     call = sandwich.call
     offsets, last = call.options["offsets"], bool(call.options["include_last_offset"])
     name = f"{call.node.name}_bag_counts"
-    return sandwich.add(name, ragged.bag_counts, id_counts, offset_counts, offsets, last)
+    return sandwich.once(name, ragged.bag_counts, id_counts, offset_counts, offsets, last)
 
 
 def _gather_offsets(sandwich: Sandwich, own_ids: fx.Node, id_counts: Any, offset_counts: Any) -> Any:
@@ -112,12 +111,15 @@ def _gather_offsets(sandwich: Sandwich, own_ids: fx.Node, id_counts: Any, offset
     offsets = call.options["offsets"]
     if not (isinstance(offsets, fx.Node) and context.batch_sharded):
         return offsets
-    sandwich.moves("all_gather", FORWARD, rows_of(offsets) * itemsize_of(offsets, torch.int64))
-    name = f"{offsets.name}_all"
+    group, name = context.group, f"{offsets.name}_all"
+    moves = [("all_gather", FORWARD, rows_of(offsets) * sandwich.wire_itemsize(offsets))]
+    narrow = sandwich.narrow(offsets)
     if sandwich.ragged:
-        arguments = (offsets, id_counts, offset_counts, context.group)
-        return sandwich.add(name, ragged.all_gather_ragged_offsets, *arguments, at=sandwich.at)
-    return sandwich.add(name, lookup.all_gather_offsets, offsets, own_ids, context.group, at=sandwich.at)
+        operands = (narrow, id_counts, offset_counts, group)
+        return sandwich.once(name, ragged.all_gather_ragged_offsets, *operands, at=sandwich.at, moves=moves)
+    gathered = sandwich.once(name, redistribute.all_gather_optional, narrow, group, moves=moves)
+    name = f"{offsets.name}_moved"
+    return sandwich.once(name, lookup.offsets_of_all, gathered, own_ids, group, at=sandwich.at)
 
 
 def _last_offset(sandwich: Sandwich, bag_counts: Any) -> dict[str, Any]:

@@ -15,9 +15,10 @@ then takes its columns of the input and has a part of the sum for every output; 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 
 import torch.nn.functional as F
-from torch import fx
+from torch import Tensor, fx
 
 from passes.ops import ragged, redistribute
 from passes.rewrite.sandwich import Sandwich
@@ -34,7 +35,7 @@ def rewrite(sandwich: Sandwich) -> None:
     x = sandwich.gather(call.input, counts)
     weight = sandwich.shard(call.weight)
     bias = None if call.bias is None else sandwich.shard(call.bias)
-    columns = sandwich.add(f"{call.node.name}_columns", F.linear, x, weight, bias)
+    columns = sandwich.add(f"{call.node.name}_columns", _linear(sandwich), x, weight, bias)
     rows = rows_of(call.input, feature_dims=1)
     sandwich.replace(sandwich.spread(columns, call.input, rows, counts))
 
@@ -43,7 +44,7 @@ def _rewrite_rowwise(sandwich: Sandwich) -> None:
     call, context = sandwich.call, sandwich.context
     (counts,) = sandwich.counts(call.input)
     x = _own_columns(sandwich, counts)
-    partial = sandwich.add(f"{call.node.name}_partial", F.linear, x, sandwich.shard(call.weight))
+    partial = sandwich.add(f"{call.node.name}_partial", _linear(sandwich), x, sandwich.shard(call.weight))
     name, group = f"{call.node.name}_rows", context.group
     if not context.batch_sharded:
         out = sandwich.add(name, redistribute.all_reduce_partial, partial, group)
@@ -58,6 +59,10 @@ def _rewrite_rowwise(sandwich: Sandwich) -> None:
         )
         out = sandwich.add(f"{call.node.name}_biased", operator.add, out, bias)
     sandwich.replace(out)
+
+
+def _linear(sandwich: Sandwich) -> Callable[..., Tensor]:
+    return ragged.linear_ragged if sandwich.ragged else F.linear
 
 
 def _own_columns(sandwich: Sandwich, counts: fx.Node | None) -> fx.Node:

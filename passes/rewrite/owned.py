@@ -19,6 +19,7 @@ from torch import fx
 
 from passes.ops import owned
 from passes.rewrite.sandwich import Sandwich
+from passes.schedule import Schedule
 from passes.sites import EMBEDDING_BAG, Call, Scope
 from passes.traffic import BACKWARD, FORWARD, itemsize_of, rows_of, shape_of
 
@@ -30,10 +31,15 @@ def groups(scope: Scope, calls: list[Call], parameters: Mapping[str, torch.nn.Pa
 
     Moves what the ids of a group depend on in front of its first call.
     """
+    schedule = Schedule(scope.graph_module)
     made: list[list[Call]] = []
     for call in calls:
         weight = parameters[scope.parameters[call.weight]]
-        if made and _wire(weight) == _wire(parameters[scope.parameters[made[-1][0].weight]]) and _join(made[-1], call):
+        if (
+            made
+            and _wire(weight) == _wire(parameters[scope.parameters[made[-1][0].weight]])
+            and schedule.hoist(call.node, _operands(call), made[-1][0].node, [member.node for member in made[-1]])
+        ):
             made[-1].append(call)
         else:
             made.append([call])
@@ -45,63 +51,9 @@ def _wire(weight: torch.nn.Parameter) -> tuple[torch.dtype, torch.dtype]:
     return weight.dtype, torch.int32 if weight.size(0) < 2**31 else torch.int64
 
 
-def _join(group: list[Call], call: Call) -> bool:
-    """Moves what the call's operands depend on in front of the group's first call; False if that may not be."""
-    first = group[0].node
-    order = {node: place for place, node in enumerate(first.graph.nodes)}
-    late: set[fx.Node] = set()
-    todo = _operands(call)
-    while todo:
-        node = todo.pop()
-        if order[node] > order[first] and node not in late:
-            late.add(node)
-            todo.extend(node.all_input_nodes)
-    between = [node for node, place in order.items() if order[first] < place < order[call.node]]
-    if not all(_is_pure(node) for node in late):
-        return False
-    if any(node.op != "get_attr" for node in late) and any(_may_write(node) for node in between):
-        return False
-    for node in sorted(late, key=order.__getitem__):
-        first.prepend(node)
-    return True
-
-
 def _operands(call: Call) -> list[fx.Node]:
     candidates = (call.input, call.weight, call.options.get("offsets"), call.options.get("per_sample_weights"))
     return [node for node in candidates if isinstance(node, fx.Node)]
-
-
-def _is_pure(node: fx.Node) -> bool:
-    """True for a node that may run earlier: it draws no random numbers, writes nothing, and is no layer."""
-    if node.op == "get_attr":
-        return True
-    if node.op == "call_method":
-        return not str(node.target).endswith("_")
-    if node.op != "call_function" or node.is_impure() or _may_write(node):
-        return False
-    tags = getattr(node.target, "tags", ())
-    random = torch.Tag.nondeterministic_seeded in tags or "dropout" in getattr(node.target, "__name__", "")
-    return not random and not getattr(node.target, "__name__", "").startswith("rand")
-
-
-def _may_write(node: fx.Node) -> bool:
-    """True for a node that may write into a tensor that another one reads."""
-    if node.op == "call_method":
-        return str(node.target).endswith("_")
-    if node.op == "call_module":
-        return True
-    if node.op != "call_function":
-        return False
-    schema = getattr(node.target, "_schema", None)
-    if schema is not None:
-        return bool(schema.is_mutable)
-    name = getattr(node.target, "__name__", "")
-    return (
-        name.endswith("_")
-        or node.target is operator.setitem
-        or bool(node.kwargs.get("inplace"))
-        or "out" in node.kwargs
-    )
 
 
 def rewrite(made: list[Sandwich], number: int) -> None:

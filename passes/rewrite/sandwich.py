@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -19,10 +19,14 @@ from torch import fx
 from passes.ops import lookup, ragged, redistribute
 from passes.ops.renorm import norm_dtype, renorm
 from passes.plan import COLWISE, ShardingPlan
+from passes.schedule import Schedule
 from passes.sites import LINEAR, Call, Scope
 from passes.traffic import BACKWARD, FORWARD, Traffic, W, itemsize_of, rows_of, traffic
 
 _COUNT_BYTES = 8
+
+# A collective, its direction, and the bytes that go into it on each rank.
+Move = tuple[str, str, sympy.Expr]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +50,23 @@ class Context:
     ragged: frozenset[str] = frozenset()
 
 
+class Known:
+    """The redistributed inputs of a graph, so that two uses of one input share them."""
+
+    def __init__(self, graph_module: fx.GraphModule) -> None:
+        self._schedule = Schedule(graph_module)
+        self._nodes: dict[Any, fx.Node] = {}
+
+    def find(self, key: Any, at: fx.Node) -> fx.Node | None:
+        """The node that was remembered under the key, if it has the same value here."""
+        node = self._nodes.get(key)
+        return None if node is None or self._schedule.is_written_between(node, at) else node
+
+    def remember(self, key: Any, node: fx.Node) -> None:
+        """Keeps a node."""
+        self._nodes[key] = node
+
+
 @dataclasses.dataclass
 class Sandwich:
     """Builds the nodes of one rewrite in front of `before`, or of `call.node`, and collects their traffic.
@@ -58,6 +79,7 @@ class Sandwich:
     context: Context
     parameters: Mapping[str, torch.nn.Parameter]
     differentiable: set[fx.Node]
+    known: Known
     traffic: list[Traffic] = dataclasses.field(default_factory=list)
     before: fx.Node | None = None
     checked: bool = False
@@ -107,6 +129,20 @@ class Sandwich:
                 node.meta[key] = self.call.node.meta[key]
         return node
 
+    def once(
+        self, name: str, function: Callable[..., Any], *args: Any, moves: Sequence[Move] = (), **kwargs: Any
+    ) -> fx.Node:
+        """`add` and `moves`, or the node that another site has made of the same operands."""
+        options = {key: value for key, value in kwargs.items() if key != "at"}
+        key = (function, repr((args, options)))
+        node = self.known.find(key, self.before or self.call.node)
+        if node is None:
+            node = self.add(name, function, *args, **kwargs)
+            self.known.remember(key, node)
+            for move in moves:
+                self.moves(*move)
+        return node
+
     def shard(self, parameter: fx.Node) -> fx.Node:
         """This rank's part of a parameter as a plain tensor: its columns, or all of it where it is replicated."""
         arguments = (self.context.group, self.context.reduction)
@@ -119,45 +155,63 @@ class Sandwich:
         """For each operand the node of its rows on every rank; Nones where all ranks have the same number."""
         if not self.ragged:
             return [None] * len(operands)
-        self.moves("all_gather", FORWARD, sympy.Integer(_COUNT_BYTES * len(operands)))
+        moves = [("all_gather", FORWARD, sympy.Integer(_COUNT_BYTES * len(operands)))]
         name = f"{self.call.node.name}_counts"
         where = {**self._where(), **self._features()}
-        counts = self.add(name, ragged.exchange_counts, list(operands), self.context.group, **where)
-        return [self.add(name, operator.getitem, counts, index) for index in range(len(operands))]
+        counts = self.once(name, ragged.exchange_counts, list(operands), self.context.group, moves=moves, **where)
+        return [self.once(name, operator.getitem, counts, index) for index in range(len(operands))]
 
     def gather(self, x: fx.Node, counts: fx.Node | None) -> fx.Node:
         """The rows of all ranks of a floating point operand."""
-        self._gather_moves(x)
+        moves = self._gather_moves(x)
         if self.context.batch_sharded:
-            return self._gather(x, counts)
-        return self.add(f"{x.name}_all", redistribute.copy_to_columns, x, self.context.group)
+            return self._gather(x, counts, moves)
+        return self.once(f"{x.name}_all", redistribute.copy_to_columns, x, self.context.group, moves=moves)
 
     def gather_ids(self, ids: fx.Node, counts: fx.Node | None) -> fx.Node:
         """The ids of all ranks."""
         if not self.context.batch_sharded:
             arguments = (ids, self.weight.size(0), self.context.group)
             return self.add(f"{ids.name}_checked", lookup.replicated_ids, *arguments, at=self.at)
-        self.moves("all_gather", FORWARD, rows_of(ids) * itemsize_of(ids, torch.int64))
-        return self._gather(ids, counts)
+        nbytes = rows_of(ids) * self.wire_itemsize(ids)
+        return self._gather(self.narrow(ids), counts, [("all_gather", FORWARD, nbytes)])
 
-    def _gather(self, x: fx.Node, counts: fx.Node | None) -> fx.Node:
+    def narrow(self, ids: fx.Node) -> fx.Node:
+        """Ids or offsets as they travel."""
+        if not self._is_narrow:
+            return ids
+        node = self.once(f"{ids.name}_narrow", lookup.narrow_ids, ids)
+        if isinstance(value := ids.meta.get("val"), torch.Tensor):
+            node.meta["val"] = value.to(torch.int32) if value.dtype == torch.int64 else value
+        return node
+
+    def wire_itemsize(self, ids: fx.Node) -> int:
+        """Bytes of an id or offset that travels."""
+        itemsize = itemsize_of(ids, torch.int64)
+        return min(itemsize, 4) if self._is_narrow else itemsize
+
+    @property
+    def _is_narrow(self) -> bool:
+        return self.weight.size(0) < 2**31
+
+    def _gather(self, x: fx.Node, counts: fx.Node | None, moves: Sequence[Move]) -> fx.Node:
         name, group = f"{x.name}_all", self.context.group
         if self.ragged:
-            return self.add(name, ragged.all_gather_ragged, x, counts, group, **self._features())
-        return self.add(name, redistribute.all_gather_batch, x, group, **self._where(), **self._features())
+            return self.once(name, ragged.all_gather_ragged, x, counts, group, moves=moves, **self._features())
+        where = {**self._where(), **self._features()}
+        return self.once(name, redistribute.all_gather_batch, x, group, moves=moves, **where)
 
     def gather_optional(self, x: fx.Node, counts: fx.Node | None) -> fx.Node:
         """The rows of all ranks of an operand that is None in some calls."""
         context = self.context
         if not (self.colwise or context.batch_sharded):
             return x
-        self._gather_moves(x)
-        name = f"{x.name}_all"
+        name, moves = f"{x.name}_all", self._gather_moves(x)
         if not context.batch_sharded:
-            return self.add(name, redistribute.copy_optional, x, context.group)
+            return self.once(name, redistribute.copy_optional, x, context.group, moves=moves)
         if self.ragged:
-            return self.add(name, ragged.all_gather_ragged_optional, x, counts, context.group)
-        return self.add(name, redistribute.all_gather_optional, x, context.group)
+            return self.once(name, ragged.all_gather_ragged_optional, x, counts, context.group, moves=moves)
+        return self.once(name, redistribute.all_gather_optional, x, context.group, moves=moves)
 
     def spread(self, columns: fx.Node, like: fx.Node | None, rows: sympy.Expr, counts: fx.Node | None) -> fx.Node:
         """The call's result out of this rank's columns of it; `rows` is the number of rows on one rank."""
@@ -239,12 +293,10 @@ class Sandwich:
     def _features(self) -> dict[str, int]:
         return {"feature_dims": self.feature_dims} if self.feature_dims else {}
 
-    def _gather_moves(self, x: fx.Node) -> None:
+    def _gather_moves(self, x: fx.Node) -> list[Move]:
         nbytes = rows_of(x) * itemsize_of(x, self.weight.dtype)
         needs_gradient = x in self.differentiable
-        if self.context.batch_sharded:
-            self.moves("all_gather", FORWARD, nbytes)
-            if needs_gradient:
-                self.moves("reduce_scatter", BACKWARD, nbytes * W)
-        elif needs_gradient:
-            self.moves("all_reduce", BACKWARD, nbytes)
+        if not self.context.batch_sharded:
+            return [("all_reduce", BACKWARD, nbytes)] if needs_gradient else []
+        backward = [("reduce_scatter", BACKWARD, nbytes * W)] if needs_gradient else []
+        return [("all_gather", FORWARD, nbytes), *backward]

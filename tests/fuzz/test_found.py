@@ -28,6 +28,7 @@ FOUND = {
 COMPILED = {
     "sizes of one rank are no constant": Case(LINEAR, (1, 17), 17, 6, (0,), bias=False, sizes=(6,)),
     "sizes of two ranks are no constants": Case(LINEAR, (1, 17), 17, 6, (1, 0), bias=False, sizes=(6, 3)),
+    "one feature and rows of unknown number": Case(LINEAR, (1, 1), 1, 2, (0, 1), sizes=(0, 3)),
 }
 
 

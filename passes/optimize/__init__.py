@@ -1,0 +1,1 @@
+"""Passes that make a rewritten graph cheaper, and change nothing that it computes."""

@@ -1,0 +1,168 @@
+"""Collectives that can run together become one.
+
+    all_gather_batch of ids, offsets, weights, inputs    -> all_gather_together
+    rearrange_columns of the lookups; of the linears     -> rearrange_together
+    replicate_parameter                                  -> replicate_together, in buckets
+
+Two can run together if neither needs a result of the other, and what the later one needs may run earlier. Lookups and
+linears are not mixed: dense layers that need no lookup are to run while its results are on their way.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.passes.infra.pass_base import PassResult
+
+from passes.graph_pass import Edit, GraphPass
+from passes.ops import lookup, redistribute, together
+from passes.ops.renorm import renorm
+from passes.rewrite.sandwich import Context
+from passes.schedule import Schedule
+from passes.sites import Scope, module_path, scopes
+
+# What DistributedDataParallel takes: one all_reduce of all gradients could start only when the backward has ended.
+BUCKET_BYTES = 25 * 2**20
+
+_GATHERS = (redistribute.all_gather_batch, redistribute.all_gather_optional)
+_LOOKUPS = (lookup.embedding, lookup.embedding_bag)
+
+
+class MergeCollectives(GraphPass):
+    """Merges the collectives of one graph, forward and backward."""
+
+    def __init__(self, context: Context, parameters: Mapping[str, torch.nn.Parameter], prefix: str) -> None:
+        super().__init__()
+        self._context, self._parameters, self._prefix = context, parameters, prefix
+
+    def call(self, graph_module: fx.GraphModule) -> PassResult:
+        before = len(self.edits)
+        for scope in scopes(graph_module, self._prefix):
+            gathers = _groups(scope, lambda node: "gather" if node.target in _GATHERS else None)
+            for number, group in enumerate(gathers):
+                self._merge(scope, group, f"gathered_{number}", "all_gathers", _gather_together)
+            rearrangements = _groups(scope, _kind_of_rearrangement)
+            for number, group in enumerate(rearrangements):
+                self._merge(scope, group, f"rearranged_{number}", "column rearrangements", _rearrange_together)
+            for number, group in enumerate(self._buckets(scope)):
+                self._merge(scope, group, f"parameters_{number}", "gradient all_reduces", _replicate_together)
+        return PassResult(graph_module, len(self.edits) > before)
+
+    def _merge(
+        self,
+        scope: Scope,
+        group: list[fx.Node],
+        name: str,
+        what: str,
+        make: Callable[[fx.Graph, list[fx.Node], str], fx.Node],
+    ) -> None:
+        """Puts one node in the place of the first of the group, and takes its results for those of all."""
+        if len(group) == 1:
+            return
+        graph, first = scope.graph_module.graph, group[0]
+        with graph.inserting_before(first):
+            merged = make(graph, group, name)
+            for place, node in enumerate(group):
+                item = graph.create_node("call_function", operator.getitem, (merged, place), {}, node.name)
+                item.meta.update(node.meta)
+                node.replace_all_uses_with(item)
+        for node in group:
+            graph.erase_node(node)
+        self.record(
+            Edit(
+                graph=scope.path,
+                node=merged.name,
+                module=f"{module_path(first) or first.name} and {len(group) - 1} more",
+                op="collective",
+                parameter="",
+                what=f"{len(group)} {what} in one",
+                why="none needs a result of another",
+                placement="unchanged",
+                shapes="",
+                traffic=(),
+            )
+        )
+
+    def _buckets(self, scope: Scope) -> Iterator[list[fx.Node]]:
+        """The parameters whose gradients travel together, at most `BUCKET_BYTES` of them, in the order of first use."""
+        schedule = Schedule(scope.graph_module)
+        bucket: list[fx.Node] = []
+        size = 0
+        for node in scope.graph_module.graph.find_nodes(op="call_function", target=redistribute.replicate_parameter):
+            name = scope.parameters.get(node.args[0])
+            if name is None or self._travels_alone(node, name):
+                continue
+            parameter = self._parameters[name]
+            nbytes = parameter.numel() * parameter.dtype.itemsize
+            fits = size + nbytes <= BUCKET_BYTES
+            if bucket and not (fits and schedule.hoist(node, [node.args[0]], bucket[0], bucket)):
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(node)
+            size += nbytes
+        if bucket:
+            yield bucket
+
+    def _travels_alone(self, node: fx.Node, name: str) -> bool:
+        """True for a parameter that has no dense gradient, or whose values change within the graph."""
+        parameter, source = self._parameters[name], node.args[0]
+        assert isinstance(source, fx.Node)
+        rows = [row for row in self._context.plan.rows if name in (row.parameter, *row.aliases)]
+        return (
+            not parameter.requires_grad
+            or any(row.sparse_gradient for row in rows)
+            or any(user.target is renorm for user in source.users)
+        )
+
+
+def _kind_of_rearrangement(node: fx.Node) -> str | None:
+    if node.target is not redistribute.rearrange_columns:
+        return None
+    columns = node.args[0]
+    assert isinstance(columns, fx.Node)
+    return "lookup" if columns.target in _LOOKUPS else "linear"
+
+
+def _groups(scope: Scope, kind: Callable[[fx.Node], str | None]) -> list[list[fx.Node]]:
+    """The nodes of each kind in groups that can run together, what they need in front of the first."""
+    schedule = Schedule(scope.graph_module)
+    levels: dict[fx.Node, int] = {}
+    groups: dict[tuple[str, int], list[list[fx.Node]]] = {}
+    for node in list(scope.graph_module.graph.nodes):
+        # How many collectives a node waits for: those that wait for as many do not wait for one another.
+        level = max((levels[source] for source in node.all_input_nodes), default=0)
+        which = kind(node)
+        levels[node] = level + (which is not None)
+        if which is None:
+            continue
+        made = groups.setdefault((which, level), [])
+        if made and schedule.hoist(node, node.all_input_nodes, made[-1][0], made[-1]):
+            made[-1].append(node)
+        else:
+            made.append([node])
+    return [group for made in groups.values() for group in made]
+
+
+def _gather_together(graph: fx.Graph, group: list[fx.Node], name: str) -> fx.Node:
+    options: dict[str, Any] = {
+        "at": [node.kwargs.get("at") for node in group],
+        "feature_dims": [node.kwargs.get("feature_dims", 0) for node in group],
+    }
+    arguments: tuple[Any, ...] = ([node.args[0] for node in group], group[0].args[1])
+    return graph.create_node("call_function", together.all_gather_together, arguments, options, name)
+
+
+def _rearrange_together(graph: fx.Graph, group: list[fx.Node], name: str) -> fx.Node:
+    columns, likes, num_columns = ([node.args[place] for node in group] for place in range(3))
+    options: dict[str, Any] = {"feature_dims": [node.kwargs.get("feature_dims", 0) for node in group]}
+    arguments = (columns, likes, num_columns, group[0].args[3])
+    return graph.create_node("call_function", together.rearrange_together, arguments, options, name)
+
+
+def _replicate_together(graph: fx.Graph, group: list[fx.Node], name: str) -> fx.Node:
+    arguments = ([node.args[0] for node in group], *group[0].args[1:])
+    return graph.create_node("call_function", together.replicate_together, arguments, {}, name)
