@@ -114,13 +114,15 @@ class GraphDiff:
             yield from self._region_lines(region, f"{name}{mode}")
 
     def _region_lines(self, region: RegionDiff, name: str) -> Iterable[str]:
-        notes = {edit.node: edit for edit in region.edits}
+        notes: dict[str, list[Edit]] = {}
+        for edit in region.edits:
+            notes.setdefault(edit.node, []).append(edit)
         for line in difflib.unified_diff(
             region.before, region.after, f"{name}, before", f"{name}, sharded", lineterm="", n=1
         ):
-            edit = notes.pop(_assigned(line), None) if line.startswith(("-", "+", " ")) else None
-            if edit is not None:
-                yield from self._note(edit)
+            if line.startswith(("-", "+", " ")):
+                for edit in notes.pop(_assigned(line), ()):
+                    yield from self._note(edit)
             yield line.rstrip()
 
     def _note(self, edit: Edit) -> Iterable[str]:

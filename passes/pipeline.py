@@ -236,11 +236,12 @@ def shard_graph(
     Raises:
         RewriteError: if a planned site was not rewritten or the graph is not well formed afterwards.
     """
+    merge = MergeCollectives(context, model_parameters, prefix)
     passes = [
         SendToOwners(context, model_parameters, prefix),
         RewriteSites(context, model_parameters, prefix),
         ReplicateParameters(context, model_parameters, prefix),
-        MergeCollectives(context, model_parameters, prefix),
+        merge,
     ]
     for graph_pass in passes:
         graph_pass(graph_module)
@@ -252,7 +253,9 @@ def shard_graph(
         shards |= _shards(scope, context)
     if not context.ragged:  # sizes that travel have no value on fake tensors
         check_shapes(graph_module, shards, prefix)
-    return [_in_batch(edit, symbol) for graph_pass in passes for edit in graph_pass.edits]
+    edits = [edit for graph_pass in passes for edit in graph_pass.edits]
+    placed = [dataclasses.replace(edit, node=merge.moved.get((edit.graph, edit.node), edit.node)) for edit in edits]
+    return [_in_batch(edit, symbol) for edit in placed]
 
 
 def _shards(scope: Scope, context: Context) -> dict[fx.Node, tuple[int, list[int]]]:

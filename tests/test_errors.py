@@ -129,7 +129,7 @@ def float_ids(mesh: DeviceMesh) -> None:
 
 def dtypes_differ(mesh: DeviceMesh) -> None:
     ids = torch.arange(3)
-    autoshard(tower(), mesh)(ids.int() if mesh.get_local_rank() == 1 else ids)
+    autoshard(tower(), mesh)(ids.double() if mesh.get_local_rank() == 1 else ids)
 
 
 def old_optimizer(mesh: DeviceMesh) -> None:
@@ -178,7 +178,7 @@ CASES: list[tuple[Callable[[DeviceMesh], None], type[Exception], str]] = [
     (sizes_differ, package.InputError, r"table: .*rank 0: \(3,\), rank 1: \(4,\).*ragged=True"),
     (replicated_sizes_differ, package.InputError, r"table: .*differs between the ranks"),
     (float_ids, package.InputError, r"table: the ids are of torch\.float32; expected torch\.int32 or torch\.int64"),
-    (dtypes_differ, package.InputError, r"table: .*dtype of the input differs.*rank 1: torch\.int32"),
+    (dtypes_differ, package.InputError, r"table: .*dtype of the input differs.*rank 1: torch\.float64"),
     (old_optimizer, package.ConsumedError, r"before autoshard\(\).*Build optimizers"),
     (offsets_do_not_ascend, package.InputError, r"rank 1: the offsets do not ascend"),
     (offsets_overrun, package.InputError, r"rank 1: the last offset is 5, with 4 ids"),

@@ -168,7 +168,7 @@ def narrow_ids(ids: Tensor | None) -> Tensor | None:
 
     For tables of fewer than 2^31 rows, so that what is out of range stays out of range.
     """
-    if ids is None or ids.dtype != torch.int64:
+    if ids is None or ids.dtype != torch.int64 or not checks.is_strided(ids):
         return ids
     limits = torch.iinfo(torch.int32)
     return ids.clamp(limits.min, limits.max).to(torch.int32)

@@ -33,11 +33,16 @@ _LOOKUPS = (lookup.embedding, lookup.embedding_bag)
 
 
 class MergeCollectives(GraphPass):
-    """Merges the collectives of one graph, forward and backward."""
+    """Merges the collectives of one graph, forward and backward.
+
+    Attributes:
+        moved: (path of the graph, node of a parameter) -> the node that now reduces its gradient.
+    """
 
     def __init__(self, context: Context, parameters: Mapping[str, torch.nn.Parameter], prefix: str) -> None:
         super().__init__()
         self._context, self._parameters, self._prefix = context, parameters, prefix
+        self.moved: dict[tuple[str, str], str] = {}
 
     def call(self, graph_module: fx.GraphModule) -> PassResult:
         before = len(self.edits)
@@ -49,7 +54,10 @@ class MergeCollectives(GraphPass):
             for number, group in enumerate(rearrangements):
                 self._merge(scope, group, f"rearranged_{number}", "column rearrangements", _rearrange_together)
             for number, group in enumerate(self._buckets(scope)):
-                self._merge(scope, group, f"parameters_{number}", "gradient all_reduces", _replicate_together)
+                name = f"parameters_{number}"
+                sources = [node.all_input_nodes[0].name for node in group] if len(group) > 1 else []
+                self.moved.update({(scope.path, source): name for source in sources})
+                self._merge(scope, group, name, "gradient all_reduces", _replicate_together)
         return PassResult(graph_module, len(self.edits) > before)
 
     def _merge(
@@ -78,7 +86,7 @@ class MergeCollectives(GraphPass):
                 node=merged.name,
                 module=f"{module_path(first) or first.name} and {len(group) - 1} more",
                 op="collective",
-                parameter="",
+                parameter="-",
                 what=f"{len(group)} {what} in one",
                 why="none needs a result of another",
                 placement="unchanged",
