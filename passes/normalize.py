@@ -10,6 +10,7 @@ FoldFixedBags   embedding_bag of flattened ids (B*L,) with -> embedding_bag of i
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,7 @@ from torch import fx, nn
 from torch.fx.passes.infra.pass_base import PassResult
 
 from passes.graph_pass import GraphPass
-from passes.sites import EMBEDDING, EMBEDDING_BAG, LAYER_TYPES, LINEAR, Call, match, plain_layer, scopes
+from passes.sites import EMBEDDING, EMBEDDING_BAG, Call, has_hooks, match, scopes
 
 
 class InlineLayers(GraphPass):
@@ -31,7 +32,7 @@ class InlineLayers(GraphPass):
         for scope in scopes(graph_module):
             for node in scope.graph_module.graph.find_nodes(op="call_module"):
                 layer = scope.graph_module.get_submodule(str(node.target))
-                if plain_layer(layer) is not None:
+                if type(layer) in _SPELLINGS and not has_hooks(layer):
                     _inline(node, layer, scope.graph_module)
                     modified = True
         return PassResult(graph_module, modified)
@@ -110,33 +111,35 @@ def _inline_mode(node: fx.Node, graph_module: fx.GraphModule) -> None:
 
 def _inline(node: fx.Node, layer: nn.Module, graph_module: fx.GraphModule) -> None:
     graph = graph_module.graph
-    op = LAYER_TYPES[type(layer)]
+    spelling = _SPELLINGS[type(layer)]
     with graph.inserting_before(node):
         names = [name for name, p in layer.named_parameters(recurse=False) if p is not None]
         values = {name: graph.get_attr(f"{node.target}.{name}") for name in names}
-        operands = dict(zip(_FORWARD[op], node.args, strict=False)) | dict(node.kwargs)
-        options = {name: getattr(layer, name) for name in _OPTIONS[op]}
-        new = graph.call_function(_FUNCTION[op], (), {**operands, **values, **options})
+        operands = dict(zip(spelling.operands, node.args, strict=False)) | dict(node.kwargs)
+        options = {name: getattr(layer, name) for name in spelling.options}
+        new = graph.call_function(spelling.function, (), {**operands, **values, **options})
     new.meta.update(node.meta)
     node.replace_all_uses_with(new)
     graph.erase_node(node)
 
 
-_FUNCTION: dict[str, Callable[..., Any]] = {
-    EMBEDDING: F.embedding,
-    EMBEDDING_BAG: F.embedding_bag,
-    LINEAR: F.linear,
-}
-_FORWARD = {
-    EMBEDDING: ("input",),
-    EMBEDDING_BAG: ("input", "offsets", "per_sample_weights"),
-    LINEAR: ("input",),
-}
+@dataclasses.dataclass(frozen=True)
+class _Spelling:
+    """A layer as its function: what its forward takes, and which of its attributes are options."""
+
+    function: Callable[..., Any]
+    operands: tuple[str, ...] = ("input",)
+    options: tuple[str, ...] = ()
+
+
 _LOOKUP_OPTIONS = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
-_OPTIONS: dict[str, tuple[str, ...]] = {
-    EMBEDDING: _LOOKUP_OPTIONS,
-    EMBEDDING_BAG: (*_LOOKUP_OPTIONS, "mode", "include_last_offset"),
-    LINEAR: (),
+_BAG_OPTIONS = (*_LOOKUP_OPTIONS, "mode", "include_last_offset")
+_SPELLINGS: dict[type[nn.Module], _Spelling] = {
+    nn.Embedding: _Spelling(F.embedding, options=_LOOKUP_OPTIONS),
+    nn.EmbeddingBag: _Spelling(F.embedding_bag, ("input", "offsets", "per_sample_weights"), _BAG_OPTIONS),
+    nn.Linear: _Spelling(F.linear),
+    # No site, but its parameters' gradients can then travel with those of others.
+    nn.LayerNorm: _Spelling(F.layer_norm, options=("normalized_shape", "eps")),
 }
 
 
@@ -158,7 +161,7 @@ def _renormed_lookup(renorm: fx.Node) -> Call | None:
 
 
 def _fold_renorm(renorm: fx.Node, call: Call, graph: fx.Graph) -> None:
-    function = _FUNCTION[call.op]
+    function = F.embedding if call.op == EMBEDDING else F.embedding_bag
     norm = dict(zip(("max_norm", "norm_type"), renorm.args[2:], strict=True))
     with graph.inserting_before(call.node):
         new = graph.call_function(function, (call.input, call.weight), {**call.options, **norm})

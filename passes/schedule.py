@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from passes.ops.renorm import renorm
+from passes.sites import has_hooks
 
 _MODE_CHANGES = (
     torch._C._set_grad_enabled,
@@ -44,7 +45,7 @@ class Schedule:
         Returns:
             False, and nothing is moved, if `member` cannot run there.
         """
-        if _between(self._modes, before, member):
+        if self.is_written_between(before, member):
             return False
         late: set[fx.Node] = set()
         todo = list(operands)
@@ -58,8 +59,6 @@ class Schedule:
                 late.add(node)
                 todo.extend(node.all_input_nodes)
         moved = sorted(late)
-        if any(node.op != "get_attr" for node in moved) and _between(self._writers, before, moved[-1]):
-            return False
         read = {source for node in moved for source in node.all_input_nodes}
         if any(node.args[0] in read for node in _between(self._renorms, before, member)):
             return False
@@ -101,9 +100,8 @@ def _is_pure_layer(layer: nn.Module) -> bool:
 
 def _is_harmless_layer(layer: nn.Module) -> bool:
     """True for a layer of torch's without hooks, which writes into nothing but its own buffers."""
-    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    ours = type(layer).__module__.startswith("torch.nn.modules.")
-    return ours and not getattr(layer, "inplace", False) and not any(hooks)
+    of_torch = type(layer).__module__.startswith("torch.nn.modules.")
+    return of_torch and not getattr(layer, "inplace", False) and not has_hooks(layer)
 
 
 def _layer(node: fx.Node) -> nn.Module:

@@ -380,8 +380,12 @@ _TRACERS = ("/torch/", "/autoshard/capture.py")
 
 def plain_layer(module: nn.Module) -> str | None:
     """The op that a torch layer is, None for another module or one whose hooks do more than its forward."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return None if any(hooks) else LAYER_TYPES.get(type(module))
+    return None if has_hooks(module) else LAYER_TYPES.get(type(module))
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """True for a module whose call does more than its forward."""
+    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
 
 
 def module_path(node: fx.Node) -> str:
