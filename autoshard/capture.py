@@ -174,8 +174,10 @@ class _Tracer(fx.Tracer):
         super().__init__()
         self.recorder = hazards.Recorder()
         self.kept: dict[str, str] = {}
+        self._parameters: dict[int, tuple[str, nn.Parameter]] = {}
 
     def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
+        self._parameters = {id(p): (name, p) for name, p in root.named_parameters()}
         with self.recorder, _NoHiddenTensors(), no_custom_functions():
             return super().trace(root, concrete_args)
 
@@ -206,6 +208,15 @@ class _Tracer(fx.Tracer):
             for node in list(self.graph.nodes)[: nodes - 1 : -1]:
                 self.graph.erase_node(node)
             return self.create_proxy("call_module", path, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
+        """fx would go through all parameters for each that is read."""
+        name, parameter = self._parameters.get(id(attr_val), ("", None))
+        if parameter is None or parameter is not attr_val:
+            return super().getattr(attr, attr_val, parameter_proxy_cache)
+        if name not in parameter_proxy_cache:
+            parameter_proxy_cache[name] = self.create_proxy("get_attr", name, (), {})
+        return parameter_proxy_cache[name]
 
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, Tensor) and not isinstance(a, nn.Parameter):
