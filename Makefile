@@ -8,10 +8,11 @@ SEED ?= 1
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 ZOO_STAMP := $(VENV)/.installed-zoo
+BENCH_STAMP := $(VENV)/.installed-bench
 CRITEO := $(wildcard ../shared/data/criteo_sample.csv)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all fuzz lint clean
+.PHONY: help demo test test-all fuzz bench lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,6 +29,9 @@ test-all: $(ZOO_STAMP) ## run every test (ARGS is passed on)
 fuzz: $(STAMP) ## run N random cases against one process, from SEED on (N=10000 SEED=1)
 	$(PY) -m pytest -q tests/fuzz --fuzz-cases $(N) --fuzz-seed $(SEED) $(ARGS)
 
+bench: $(BENCH_STAMP) ## time the lookups of a DLRM beside TorchRec and the floor (ARGS="--world-size 4 --rounds 31")
+	OMP_NUM_THREADS=1 $(PY) -m tests.benchmarks $(ARGS)
+
 lint: $(STAMP) ## ruff (lint, format check) and mypy
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -42,6 +46,11 @@ $(STAMP): requirements-dev.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q -r requirements-dev.txt
 	$(PY) -m pip install -q --no-deps --no-build-isolation -e .
+	touch $@
+
+$(BENCH_STAMP): $(STAMP) requirements-bench.txt requirements-bench-nodeps.txt
+	$(PY) -m pip install -q -r requirements-bench.txt
+	$(PY) -m pip install -q --no-deps -r requirements-bench-nodeps.txt
 	touch $@
 
 # deepctr-torch is the only one whose own requirements are not followed, so it stands in a file of its own.

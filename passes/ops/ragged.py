@@ -26,7 +26,7 @@ from torch.autograd import Function
 from passes.layout import chunk_sizes
 from passes.ops import checks
 from passes.ops.collectives import all_gather, all_to_all, group_rank
-from passes.ops.redistribute import apply
+from passes.ops.redistribute import apply, side_by_side
 
 
 class _AllGatherRagged(Function):
@@ -60,10 +60,10 @@ class _ColumnsToRowsRagged(Function):
     def forward(ctx: Any, x: Tensor, rows: int, counts: list[int], num_columns: int, group: str) -> Tensor:
         ctx.arguments = (x.size(0), counts, num_columns, group)
         world = len(counts)
-        padded = F.pad(x, (0, chunk_sizes(num_columns, world)[0] - x.size(-1)))
+        sizes = chunk_sizes(num_columns, world)
+        padded = F.pad(x, (0, sizes[0] - x.size(-1)))
         received = all_to_all(padded, [rows] * world, counts, group)
-        by_rank = received.view(world, rows, *padded.shape[1:])
-        return by_rank.movedim(0, -2).flatten(-2)[..., :num_columns].contiguous()
+        return side_by_side(received.view(world, rows, *padded.shape[1:]), sizes)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

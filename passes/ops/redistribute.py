@@ -28,6 +28,7 @@ own functional all_gather does the same; for a loss that is replicated that is W
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -106,11 +107,9 @@ class _GatherColumns(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, num_columns: int, group: str) -> Tensor:
         ctx.num_columns, ctx.group = num_columns, group
-        step = chunk_sizes(num_columns, group_size(group))[0]
-        padded = torch.nn.functional.pad(x, (0, step - x.size(1)))
-        gathered = all_gather(padded, group).unflatten(0, (group_size(group), -1))
-        rows: Tensor = gathered.transpose(0, 1).flatten(1)
-        return rows[:, :num_columns].contiguous()
+        sizes = chunk_sizes(num_columns, group_size(group))
+        padded = torch.nn.functional.pad(x, (0, sizes[0] - x.size(1)))
+        return side_by_side(all_gather(padded, group).view(len(sizes), *padded.shape), sizes)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -206,11 +205,8 @@ def exchange_columns_for_rows(x: Tensor, num_columns: int, group: str) -> Tensor
     sizes = chunk_sizes(num_columns, world)
     rows = x.size(0) // world
     flat = all_to_all(x.reshape(-1), [rows * d for d in sizes], [rows * sizes[rank]] * world, group)
-    if len(set(sizes)) == 1:
-        by_row = flat.view(world, rows, sizes[0]).transpose(0, 1)
-        return by_row.reshape(rows, num_columns).contiguous()  # of one column each, `reshape` gives a view
     pieces = flat.split([rows * d for d in sizes])
-    return torch.cat([piece.view(rows, d) for piece, d in zip(pieces, sizes, strict=True)], dim=1)
+    return side_by_side([piece.view(rows, d) for piece, d in zip(pieces, sizes, strict=True)], sizes)
 
 
 def exchange_rows_for_columns(x: Tensor, num_columns: int, group: str) -> Tensor:
@@ -224,6 +220,14 @@ def exchange_rows_for_columns(x: Tensor, num_columns: int, group: str) -> Tensor
         flat = torch.cat([piece.reshape(-1) for piece in x.split(sizes, dim=1)])
     received = all_to_all(flat, [rows * sizes[rank]] * world, [rows * d for d in sizes], group)
     return received.view(world * rows, sizes[rank])
+
+
+def side_by_side(pieces: Iterable[Tensor], sizes: list[int]) -> Tensor:
+    """Every rank's columns, without what they were padded by, in order.
+
+    A copy also where there is one piece: torch refuses to change in place what a Function has made a view.
+    """
+    return torch.cat([piece.narrow(-1, 0, size) for piece, size in zip(pieces, sizes, strict=True)], -1)
 
 
 def sum_sparse(x: Tensor, group: str) -> Tensor:
@@ -271,6 +275,11 @@ def copy_optional(x: Tensor | None, group: str) -> Tensor | None:
 def reduce_scatter_batch(partial: Tensor, like: Tensor, group: str) -> Tensor:
     """Partial -> Shard(0): (W*B, ..., F) -> (B, ..., F), summed over the ranks; `like` is (B, ..., in) or (in,)."""
     return apply(_ReduceScatter, partial, group).view(*like.shape[:-1], partial.size(-1))
+
+
+def reduce_scatter_flat(x: Tensor, group: str) -> Tensor:
+    """(W*n,) -> (n,): the sum over the ranks of this rank's part."""
+    return apply(_ReduceScatter, x, group)
 
 
 def rearrange_columns(

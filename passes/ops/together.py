@@ -7,11 +7,14 @@
 
 Each computes what `redistribute` computes for one, to the last bit. What travels is packed by destination: for rank 0
 its part of the first, of the second, ...; for rank 1, ...
+
+What no rank's loss depends on gets no gradient, as where each travels by itself. In eager mode a small gather tells
+which that is; the compiler gives everything in its graph a gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,35 +24,117 @@ from torch.distributed.tensor import DTensor
 
 from passes.layout import chunk_sizes
 from passes.ops import checks, redistribute
-from passes.ops.collectives import group_rank, group_size
-from passes.ops.jagged import exchange_jagged
+from passes.ops.collectives import all_gather, all_to_all, group_rank, group_size
 
 
-class _ReduceGradients(Function):
-    """The tensors as they are; their gradients are summed over the ranks, all in one collective."""
+class _GatherTogether(Function):
+    """For each (B, ...) -> (W*B, ...)."""
 
     @staticmethod
     def forward(ctx: Any, group: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)  # what a loss does not depend on has no gradient
-        ctx.group, ctx.like = group, [(x.shape, x.dtype, x.device) for x in tensors]
+        _keep_absent(ctx)
+        ctx.group, ctx.shapes = group, [x.shape for x in tensors]
+        return _rows_of_all(group, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        world = group_size(ctx.group)
+        shapes = [(world * shape[0], *shape[1:]) for shape in ctx.shapes]
+        places, whole = _present(gradients, shapes, ctx.group)
+        rows = [x.reshape(world, x.numel() // world) for x in whole]
+        flat = redistribute.reduce_scatter_flat(torch.cat(rows, 1).flatten(), ctx.group)
+        own = flat.split([x.size(1) for x in rows])
+        return None, *_in_places(len(gradients), places, own, ctx.shapes)
+
+
+class _RearrangeTogether(Function):
+    """For each (W*B, d) -> (B, D)."""
+
+    @staticmethod
+    def forward(ctx: Any, group: str, num_columns: tuple[int, ...], *matrices: Tensor) -> tuple[Tensor, ...]:
+        _keep_absent(ctx)
+        world = group_size(group)
+        ctx.group, ctx.num_columns, ctx.rows = group, num_columns, [x.size(0) // world for x in matrices]
+        return _columns_for_rows(group, num_columns, *matrices)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        shapes = list(zip(ctx.rows, ctx.num_columns, strict=True))
+        places, whole = _present(gradients, shapes, ctx.group)
+        widths = tuple(ctx.num_columns[place] for place in places)
+        found = _run(_SpreadTogether, _rows_for_columns, ctx.group, widths, *whole)
+        return None, None, *_in_places(len(gradients), places, found)
+
+
+class _SpreadTogether(Function):
+    """For each (B, D) -> (W*B, d)."""
+
+    @staticmethod
+    def forward(ctx: Any, group: str, num_columns: tuple[int, ...], *matrices: Tensor) -> tuple[Tensor, ...]:
+        ctx.group, ctx.num_columns = group, num_columns
+        return _rows_for_columns(group, num_columns, *matrices)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None, None, *_run(_RearrangeTogether, _columns_for_rows, ctx.group, ctx.num_columns, *gradients)
+
+
+class _ReduceGradients(Function):
+    """The tensors as they are; their gradients are summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, group: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        _keep_absent(ctx)
+        ctx.group, ctx.shapes = group, [x.shape for x in tensors]
         return tuple(x.view_as(x) for x in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        if all(gradient is None for gradient in gradients):
-            return None, *gradients
-        # All travel, so that the message has one size on all ranks.
-        whole = [
-            torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
-            for gradient, (shape, dtype, device) in zip(gradients, ctx.like, strict=True)
-        ]
-        sums = list(gradients)
-        for places in _by_kind(whole):
-            flat = torch.cat([whole[place].reshape(-1) for place in places])
-            pieces = redistribute.all_reduce_partial(flat, ctx.group).split([whole[place].numel() for place in places])
-            for place, piece in zip(places, pieces, strict=True):
-                sums[place] = None if gradients[place] is None else piece.view(whole[place].shape)
-        return None, *sums
+        places, whole = _present(gradients, ctx.shapes, ctx.group)
+        flat = redistribute.all_reduce_partial(torch.cat([x.reshape(-1) for x in whole]), ctx.group)
+        sums = flat.split([x.numel() for x in whole])
+        return None, *_in_places(len(gradients), places, sums, ctx.shapes)
+
+
+def _keep_absent(ctx: Any) -> None:
+    """Asks for None, not zeros, where there is no gradient. Dynamo, which always has one, knows no such request."""
+    if not torch.compiler.is_compiling():
+        ctx.set_materialize_grads(False)
+
+
+def _present(
+    gradients: Sequence[Tensor | None], shapes: Sequence[Sequence[int]], group: str
+) -> tuple[list[int], list[Tensor]]:
+    """The places at which some rank has a gradient, and this rank's gradients there, zeros where it has none."""
+    like = next(gradient for gradient in gradients if gradient is not None)
+    places = list(range(len(gradients)))
+    if checks.is_readable(like):
+        own = torch.tensor([[gradient is not None for gradient in gradients]], device=like.device)
+        anywhere = all_gather(own.to(torch.uint8), group).amax(0).tolist()
+        places = [place for place, present in enumerate(anywhere) if present]
+    whole = [like.new_zeros(shapes[place]) if (x := gradients[place]) is None else x for place in places]
+    return places, whole
+
+
+def _in_places(
+    number: int, places: Sequence[int], found: Iterable[Tensor], shapes: Sequence[Sequence[int]] | None = None
+) -> list[Tensor | None]:
+    """What was found at its places among Nones."""
+    results: list[Tensor | None] = [None] * number
+    for place, x in zip(places, found, strict=True):
+        results[place] = x if shapes is None else x.view(shapes[place])
+    return results
+
+
+def _run(function: type[Function], plain: Callable[..., tuple[Tensor, ...]], *args: Any) -> tuple[Tensor, ...]:
+    """`function.apply`, or where nothing has a gradient what its forward computes.
+
+    Without gradients Dynamo goes by the number of arguments to tell whether a forward takes a `ctx`.
+    """
+    if not (torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)):
+        return plain(*args)
+    results: tuple[Tensor, ...] = function.apply(*args)
+    return results
 
 
 def all_gather_together(
@@ -69,15 +154,11 @@ def all_gather_together(
     operands = zip(tensors, feature_dims, strict=True)
     rows = [x.unsqueeze(0) if x is not None and x.dim() == dims else x for x, dims in operands]
     checks.check_inputs([(x, where) for x, where in zip(rows, at, strict=True) if x is not None and where], group)
-    world = group_size(group)
     gathered: list[Tensor | None] = [None] * len(rows)
     for places in _by_kind(rows):
         chosen = [x for place in places if (x := rows[place]) is not None]
-        sizes = [x.numel() for x in chosen]
-        flat = redistribute.all_gather_batch(torch.cat([x.reshape(-1) for x in chosen]), group)
-        pieces = flat.view(world, sum(sizes)).split(sizes, 1)
-        for place, x, piece in zip(places, chosen, pieces, strict=True):
-            gathered[place] = piece.reshape(world * x.size(0), *x.shape[1:])
+        for place, x in zip(places, _run(_GatherTogether, _rows_of_all, group, *chosen), strict=True):
+            gathered[place] = x
     return gathered
 
 
@@ -103,7 +184,8 @@ def rearrange_together(
     results: list[Tensor] = list(columns)
     for places in _by_kind(columns):
         chosen = [redistribute.as_matrix(columns[place]) for place in places]
-        matrices = _rows_with_all_columns(chosen, [num_columns[place] for place in places], group)
+        widths = tuple(num_columns[place] for place in places)
+        matrices = _run(_RearrangeTogether, _columns_for_rows, group, widths, *chosen)
         for place, matrix in zip(places, matrices, strict=True):
             like, x = likes[place], columns[place]
             leading = (
@@ -119,39 +201,56 @@ def replicate_together(parameters: Sequence[Tensor], group: str, reduction: str)
     if reduction == redistribute.NONE:
         return local
     # One that is a plain tensor already had its gradient reduced where it was made one.
-    places = [place for place, x in enumerate(parameters) if isinstance(x, DTensor) and x.requires_grad]
-    if places:
-        reduced: Any = _ReduceGradients.apply(group, *(local[place] for place in places))  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    trained = [x if isinstance(x, DTensor) and x.requires_grad else None for x in parameters]
+    for places in _by_kind(trained):
+        reduced = _run(_ReduceGradients, _as_they_are, group, *(local[place] for place in places))
         for place, x in zip(places, reduced, strict=True):
             local[place] = redistribute.scale_gradient(x, group, reduction)
     return local
 
 
-def _rows_with_all_columns(matrices: Sequence[Tensor], num_columns: Sequence[int], group: str) -> list[Tensor]:
-    """For each (W*B, d) -> (B, D)."""
+def _rows_of_all(group: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """For each (B, ...) -> (W*B, ...), without a gradient."""
+    world, sizes = group_size(group), [x.numel() for x in tensors]
+    flat = all_gather(torch.cat([x.reshape(-1) for x in tensors]), group)
+    pieces = flat.view(world, sum(sizes)).split(sizes, 1)
+    return tuple(piece.reshape(world * x.size(0), *x.shape[1:]) for x, piece in zip(tensors, pieces, strict=True))
+
+
+def _columns_for_rows(group: str, num_columns: tuple[int, ...], *matrices: Tensor) -> tuple[Tensor, ...]:
+    """For each (W*B, d) -> (B, D), without a gradient: `redistribute.exchange_columns_for_rows` in one message."""
     world, rank = group_size(group), group_rank(group)
     sizes = [chunk_sizes(columns, world) for columns in num_columns]
     rows = [x.size(0) // world for x in matrices]
-    packed = torch.cat(
-        [x.reshape(world, n * owned[rank]) for x, n, owned in zip(matrices, rows, sizes, strict=True)], 1
-    )
+    by_rank = [x.reshape(world, n * owned[rank]) for x, n, owned in zip(matrices, rows, sizes, strict=True)]
+    packed = torch.cat(by_rank, 1)
     blocks = [[n * owned[source] for n, owned in zip(rows, sizes, strict=True)] for source in range(world)]
-    receive = [sum(block) for block in blocks]
-    came = exchange_jagged(packed.flatten(), receive, [packed.size(1)] * world, sum(receive), group)
-    if all(len(set(owned)) == 1 for owned in sizes):
-        by_source = came.view(world, receive[0]).split(blocks[0], 1)
-        return [
-            piece.view(world, n, owned[0]).transpose(0, 1).reshape(n, columns).contiguous()
-            for piece, n, owned, columns in zip(by_source, rows, sizes, num_columns, strict=True)
-        ]
+    came = all_to_all(packed.flatten(), [sum(block) for block in blocks], [packed.size(1)] * world, group)
     pieces = came.split([size for block in blocks for size in block])
-    return [
-        torch.cat(
-            [pieces[source * len(rows) + place].view(n, owned[source]) for source in range(world)],
-            1,
+    return tuple(
+        redistribute.side_by_side(
+            [pieces[source * len(rows) + place].view(n, owned[source]) for source in range(world)], owned
         )
         for place, (n, owned) in enumerate(zip(rows, sizes, strict=True))
-    ]
+    )
+
+
+def _rows_for_columns(group: str, num_columns: tuple[int, ...], *matrices: Tensor) -> tuple[Tensor, ...]:
+    """For each (B, D) -> (W*B, d), without a gradient: the inverse."""
+    world, rank = group_size(group), group_rank(group)
+    sizes = [chunk_sizes(columns, world) for columns in num_columns]
+    rows = [x.size(0) for x in matrices]
+    own = [n * owned[rank] for n, owned in zip(rows, sizes, strict=True)]
+    split = [x.split(owned, 1) for x, owned in zip(matrices, sizes, strict=True)]
+    packed = torch.cat([pieces[target].reshape(-1) for target in range(world) for pieces in split])
+    send = [sum(n * owned[target] for n, owned in zip(rows, sizes, strict=True)) for target in range(world)]
+    came = all_to_all(packed, [sum(own)] * world, send, group).view(world, sum(own)).split(own, 1)
+    return tuple(piece.reshape(world * n, owned[rank]) for piece, n, owned in zip(came, rows, sizes, strict=True))
+
+
+def _as_they_are(group: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+    del group
+    return tensors
 
 
 def _by_kind(tensors: Iterable[Tensor | None]) -> list[list[int]]:
