@@ -2,8 +2,8 @@
 
 Batch-sharded:
 
-    ids (B, ...) -> all_gather_batch -> (W*B, ...) -> embedding on (V, d) -> (W*B, ..., d) -> rearrange_columns
-    -> (B, ..., D)
+    ids (B, ...), as int32 -> all_gather_batch -> (W*B, ...) -> embedding on (V, d) -> (W*B, ..., d)
+    -> rearrange_columns -> (B, ..., D)
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Batch-sharded:
 
-    ids (B, L) -> all_gather_batch -> (W*B, L) -> embedding_bag on (V, d) -> (W*B, d) -> rearrange_columns -> (B, D)
+    ids (B, L), as int32 -> all_gather_batch -> (W*B, L) -> embedding_bag on (V, d) -> (W*B, d)
+    -> rearrange_columns -> (B, D)
 
 With offsets, ids (N,) and offsets (B,) are gathered, each rank's offsets moved by the ids of the ranks before it.
 Weights per sample travel like ids, in a gather of their own and in their own dtype.
