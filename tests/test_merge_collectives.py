@@ -146,7 +146,7 @@ def train(mesh: DeviceMesh, settings: list[Setting]) -> list[Result]:
     return [train_case(mesh, CASES[setting.model], setting) for setting in settings]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", CASES)
 def test_merged_collectives_compute_what_one_process_does(pool: Pool, name: str, world_size: int) -> None:
     settings = [Setting(name, examples=name == "without_gradient"), Setting(name, examples=True, optimizer="adam")]
@@ -154,7 +154,7 @@ def test_merged_collectives_compute_what_one_process_does(pool: Pool, name: str,
         require_equal(list(results))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("ragged", [False, True])
 def test_a_result_may_be_changed_in_place(pool: Pool, ragged: bool, world_size: int) -> None:
     settings = [Setting("activated", ragged=ragged), Setting("activated", replicated=True)]
@@ -162,7 +162,7 @@ def test_a_result_may_be_changed_in_place(pool: Pool, ragged: bool, world_size: 
         require_equal(list(results))
 
 
-@pytest.mark.parametrize("name", ["mixed", "chained", "without_gradient"])
+@pytest.mark.parametrize("name", ["mixed", pytest.param("chained", marks=pytest.mark.slow), "without_gradient"])
 def test_merged_collectives_compile_to_one_graph(pool: Pool, name: str) -> None:
     settings = [Setting(name, examples=name == "without_gradient", backend="aot_eager")]
     for results in zip(*pool.run(train, settings, world_size=3, fresh_dynamo=True, timeout=120), strict=True):
@@ -197,7 +197,7 @@ def collectives_of(mesh: DeviceMesh, make: str, arguments: tuple[Any, ...], back
     return [Counter(call.kind for call in calls) for calls in (forward, backward)]
 
 
-@pytest.mark.parametrize("tables", [26, 500])
+@pytest.mark.parametrize("tables", [26, pytest.param(500, marks=pytest.mark.slow)])
 def test_a_front_of_tables_takes_two_collectives_and_one_backward(pool: Pool, tables: int) -> None:
     """In eager mode one more gather tells the sizes, which are checked, and one what has a gradient."""
     for forward, backward in pool.run(collectives_of, "Front", (tables,), None, world_size=2, timeout=120):
