@@ -122,7 +122,7 @@ class Pool:
     grace: how long, once a rank has raised or died, the others may take for their answers.
     """
 
-    def __init__(self, world_size: int = 4, *, grace: float = 5.0) -> None:
+    def __init__(self, world_size: int = 4, *, grace: float = 10.0) -> None:
         self.world_size = world_size
         self.grace = grace
         self._ranks: list[_Rank] = []
