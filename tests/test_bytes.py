@@ -61,7 +61,9 @@ def require_said_is_seen(pool: Pool, model: str, world_size: int, rows: int, rep
 
 @pytest.mark.parametrize("replicated", [False, True], ids=["batch-sharded", "replicated"])
 @pytest.mark.parametrize(("world_size", "rows"), [(2, 6), pytest.param(4, 3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("model", [pytest.param("dlrm", marks=pytest.mark.slow), "mlp", "two_tower"])
+@pytest.mark.parametrize(
+    "model", [pytest.param("dlrm", marks=pytest.mark.slow), "mlp", pytest.param("two_tower", marks=pytest.mark.slow)]
+)
 def test_the_bytes_of_a_summary_are_those_on_the_wire(
     pool: Pool, model: str, world_size: int, rows: int, replicated: bool
 ) -> None:

@@ -64,7 +64,9 @@ def test_training_is_that_of_one_process(pool: Pool, world_size: int, optimizer:
         require_equal(pool.run(train_both, Setting(model, optimizer=optimizer), world_size=world_size))
 
 
-@pytest.mark.parametrize("model", PLAIN)
+@pytest.mark.parametrize(
+    "model", ["dlrm", "transformer", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mlp", "two_tower"))]
+)
 def test_compiled_training_is_that_of_one_process(pool: Pool, model: str) -> None:
     setting = Setting(model, backend="aot_eager")
     require_equal(pool.run(train_both, setting, world_size=3, fresh_dynamo=True, timeout=120))

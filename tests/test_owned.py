@@ -125,9 +125,10 @@ def test_one_graph_serves_batches_of_all_sizes(pool: Pool, backend: str, world_s
     require_equal(pool, Setting(backend=backend), world_size)
 
 
-@pytest.mark.parametrize("ragged", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_inductor_compiles_a_few_tables(pool: Pool, ragged: bool) -> None:
-    require_equal(pool, Setting((TWELVE[4], FIXED[1]), backend="inductor", ragged=ragged), 2)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ragged", [True, False])
+def test_two_tables_compile(pool: Pool, ragged: bool, backend: str) -> None:
+    require_equal(pool, Setting((TWELVE[4], FIXED[1]), backend=backend, ragged=ragged), 2)
 
 
 def test_sparse_tables_train_as_in_one_process(pool: Pool) -> None:

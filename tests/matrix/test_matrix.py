@@ -53,7 +53,7 @@ def compiled_cases() -> Iterator[tuple[str, Case]]:
 
 def inductor_cases() -> Iterator[tuple[str, Case]]:
     """On more than two ranks two cores compile for minutes."""
-    quick = [case for case in INDUCTOR if case.world == 2][::3]
+    quick = [case for case in INDUCTOR if case.world == 2][::4]
     yield from (("inductor" if case in quick else "slow", case) for case in INDUCTOR)
 
 
@@ -106,4 +106,4 @@ def test_matrix_is_as_large_as_promised() -> None:
     assert len(quick) >= 1500
     assert len(COMPILED) >= 150
     assert sum(name != "slow" for name, _ in compiled_cases()) >= 50
-    assert sum(name != "slow" for name, _ in inductor_cases()) >= 7
+    assert sum(name != "slow" for name, _ in inductor_cases()) >= 5
