@@ -287,7 +287,7 @@ def train_tasks(mesh: DeviceMesh, by_rank: list[list[int]]) -> tuple[list[str], 
             whole_rows for place, whole_rows in enumerate(expected[task].chunk(mesh.size())) if task in by_rank[place]
         ]
         if task in by_rank[rank]:
-            outputs[task].square().sum().backward()
+            outputs[task].square().sum().backward(retain_graph=True)
         if rows:
             torch.cat(rows).square().sum().backward()
     absent = [name for name, p in sharded.named_parameters() if p.grad is None]
