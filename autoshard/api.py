@@ -20,11 +20,11 @@ from autoshard.mesh import owner_meshes, resolve_mesh
 from autoshard.planner import PlanSpec, gather_facts, make_plan
 from autoshard.raggedness import Ragged, covers, ragged_weights
 from passes.errors import AutoshardError, CaptureError, PlanError, describe
+from passes.graph_pass import Context
 from passes.ops.redistribute import MEAN, NONE, SUM
 from passes.pipeline import normalize, shard_graph
 from passes.plan import ShardingPlan
 from passes.rewrite.parameters import edit as local_edit
-from passes.rewrite.sandwich import Context
 
 _RECORD = "_autoshard_record"
 M = TypeVar("M", bound=nn.Module)

@@ -21,7 +21,7 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from autoshard import hazards, torchrec_modules
-from passes.sites import LAYER_TYPES, find_sites
+from passes.sites import LAYER_TYPES, find_sites, has_hooks
 
 _LAYERS = tuple(LAYER_TYPES)
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -155,13 +155,6 @@ def trace(module: nn.Module) -> tuple[fx.GraphModule | None, str, dict[str, str]
 def _first_line(error: Exception) -> str:
     text = str(error).strip().splitlines()
     return text[0] if text else type(error).__name__
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """True if calling the module does more than its forward does."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
 
 
 class _Tracer(fx.Tracer):

@@ -26,13 +26,12 @@ from autoshard.capture import (
     Region,
     Untraceable,
     capture,
-    has_hooks,
     layer_regions,
     no_custom_functions,
     unchanged,
 )
 from passes.errors import CaptureError, describe
-from passes.sites import find_sites
+from passes.sites import find_sites, has_hooks
 
 # Modules that compute something else in training than in evaluation.
 MODE_SENSITIVE = (

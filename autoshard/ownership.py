@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from passes.errors import PlanError, describe
-from passes.layout import chunk_sizes
+from passes.layout import chunk_sizes, id_dtype
 from passes.plan import Colwise
 from passes.sites import LINEAR, Site
 
@@ -70,8 +70,7 @@ def reason(want: object, ranks: tuple[int, ...] | None, world_size: int, rows: i
         return ""
     if ranks is None:
         return "; every rank owns a part, so that ids are gathered"
-    itemsize = 4 if rows < 2**31 else 8
-    sent, gathered = (count * (world_size - 1) * itemsize for count in (len(ranks), world_size))
+    sent, gathered = (count * (world_size - 1) * id_dtype(rows).itemsize for count in (len(ranks), world_size))
     return (
         f" of {', '.join(map(str, ranks))}; ids are sent there: {sent} bytes for an id of each rank, "
         f"to gather them would take {gathered}"

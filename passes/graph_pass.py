@@ -7,11 +7,35 @@ manner of `torch.fx.passes.infra.pass_base`. Calling the pass runs the three in 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
+import torch
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassBase
 
+from passes.plan import ShardingPlan
 from passes.traffic import Traffic
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """Frozen facts of one `autoshard()` call.
+
+    Attributes:
+        plan: what is done with each parameter.
+        group: name of the process group.
+        world_size: its number of ranks, W.
+        batch_sharded: True if activations are Shard(0), False if they are replicated.
+        reduction: a parameter's gradient, over the ranks' own: "mean", "sum", or "none" for replicated activations.
+        ragged: the weights at whose sites the ranks' batches may differ in size.
+    """
+
+    plan: ShardingPlan
+    group: str
+    world_size: int
+    batch_sharded: bool
+    reduction: str
+    ragged: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +77,20 @@ class GraphPass(PassBase):
     def record(self, edit: Edit) -> None:
         """Adds an edit to the record."""
         self.edits.append(edit)
+
+
+class PlannedPass(GraphPass):
+    """A pass that goes by the plan.
+
+    Args:
+        context: the facts of the `autoshard()` call.
+        parameters: every parameter of the whole model by each of its names, for shapes and dtypes.
+        prefix: path of the traced module in the model.
+    """
+
+    def __init__(self, context: Context, parameters: Mapping[str, torch.nn.Parameter], prefix: str) -> None:
+        super().__init__()
+        self._context, self._parameters, self._prefix = context, parameters, prefix
 
 
 def outputs(graph_module: fx.GraphModule) -> fx.Node:

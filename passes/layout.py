@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 
 def chunk_sizes(length: int, parts: int) -> list[int]:
     """The sizes of `parts` pieces of `length` by the rule of `torch.chunk`; trailing pieces may be 0."""
@@ -25,3 +27,8 @@ def owner_sizes(length: int, parts: int, owners: Sequence[int]) -> list[int]:
     """The sizes where only the `owners` among `parts` hold pieces: theirs by the rule of `torch.chunk`, 0 elsewhere."""
     sizes = dict(zip(owners, chunk_sizes(length, len(owners)), strict=True))
     return [sizes.get(part, 0) for part in range(parts)]
+
+
+def id_dtype(num_embeddings: int) -> torch.dtype:
+    """In which dtype ids of a table travel: int32 holds all of them, and one that is out of range, below 2^31 rows."""
+    return torch.int32 if num_embeddings < 2**31 else torch.int64

@@ -12,13 +12,13 @@ from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from passes.errors import RewriteError, describe
-from passes.graph_pass import Edit, GraphPass
+from passes.graph_pass import Context, Edit, PlannedPass
 from passes.normalize import FoldFixedBags, FoldRenorm, InlineLayers, InlineModes
 from passes.ops import redistribute
 from passes.ops.renorm import renorm
 from passes.optimize.merge_collectives import MergeCollectives
 from passes.rewrite import embedding, embedding_bag, linear, owned, parameters
-from passes.rewrite.sandwich import Context, Known, Sandwich
+from passes.rewrite.sandwich import Known, Sandwich
 from passes.shapes import check_shapes
 from passes.sites import EMBEDDING, EMBEDDING_BAG, LINEAR, Call, Scope, calls, nested_call_users, scopes
 from passes.traffic import B, shape_of
@@ -40,12 +40,8 @@ _REWRITES: Mapping[str, Callable[[Sandwich], None]] = {
 }
 
 
-class SendToOwners(GraphPass):
+class SendToOwners(PlannedPass):
     """Rewrites the lookups of tables whose columns are on some of the ranks, as many together as can be."""
-
-    def __init__(self, context: Context, parameters: Mapping[str, torch.nn.Parameter], prefix: str) -> None:
-        super().__init__()
-        self._context, self._parameters, self._prefix = context, parameters, prefix
 
     def call(self, graph_module: fx.GraphModule) -> PassResult:
         before = len(self.edits)
@@ -66,12 +62,8 @@ class SendToOwners(GraphPass):
         return PassResult(graph_module, len(self.edits) > before)
 
 
-class RewriteSites(GraphPass):
+class RewriteSites(PlannedPass):
     """Rewrites every site whose weight the plan shards, and every whole lookup that depends on the ids of all ranks."""
-
-    def __init__(self, context: Context, parameters: Mapping[str, torch.nn.Parameter], prefix: str) -> None:
-        super().__init__()
-        self._context, self._parameters, self._prefix = context, parameters, prefix
 
     def call(self, graph_module: fx.GraphModule) -> PassResult:
         before = len(self.edits)
@@ -110,12 +102,8 @@ class RewriteSites(GraphPass):
                     )
 
 
-class ReplicateParameters(GraphPass):
+class ReplicateParameters(PlannedPass):
     """Reduces the gradient of every parameter that the graph uses whole."""
-
-    def __init__(self, context: Context, parameters: Mapping[str, torch.nn.Parameter], prefix: str) -> None:
-        super().__init__()
-        self._context, self._parameters, self._prefix = context, parameters, prefix
 
     def call(self, graph_module: fx.GraphModule) -> PassResult:
         before = len(self.edits)

@@ -27,8 +27,7 @@ class Schedule:
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
         nodes = list(graph_module.graph.nodes)
-        self._writers = [node for node in nodes if _may_write(node)]
-        self._modes = [node for node in nodes if node.target in _MODE_CHANGES]
+        self._barriers = [node for node in nodes if _may_write(node) or node.target in _MODE_CHANGES]
         self._renorms = [node for node in nodes if node.target is renorm]
 
     def hoist(
@@ -67,8 +66,8 @@ class Schedule:
         return True
 
     def is_written_between(self, first: fx.Node, second: fx.Node) -> bool:
-        """True if a tensor may have another value at the second node than at the first."""
-        return bool(_between(self._writers, first, second) or _between(self._modes, first, second))
+        """True if a tensor may have another value at the second node than at the first, or be in another mode."""
+        return bool(_between(self._barriers, first, second))
 
 
 def _between(nodes: Sequence[fx.Node], first: fx.Node, second: fx.Node) -> Sequence[fx.Node]:

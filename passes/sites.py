@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from passes.origin import module_path, source_line
+
 EMBEDDING = "embedding"
 EMBEDDING_BAG = "embedding_bag"
 LINEAR = "linear"
@@ -375,9 +377,6 @@ def nested_call_users(graph_module: fx.GraphModule) -> frozenset[fx.Node]:
     return frozenset(found)
 
 
-_TRACERS = ("/torch/", "/autoshard/capture.py")
-
-
 def plain_layer(module: nn.Module) -> str | None:
     """The op that a torch layer is, None for another module or one whose hooks do more than its forward."""
     return None if has_hooks(module) else LAYER_TYPES.get(type(module))
@@ -386,26 +385,6 @@ def plain_layer(module: nn.Module) -> str | None:
 def has_hooks(module: nn.Module) -> bool:
     """True for a module whose call does more than its forward."""
     return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
-
-
-def module_path(node: fx.Node) -> str:
-    """The path of the innermost module whose forward made the node, without the tracers' decorations."""
-    stack = node.meta.get("nn_module_stack")
-    if not stack:
-        return ""
-    path = str(list(stack.values())[-1][0]).removeprefix("L['self']").lstrip(".")
-    return "" if path.startswith("_empty_nn_module_stack") else path
-
-
-def source_line(node: fx.Node) -> str:
-    """`file:line` of the innermost user code that made the node, or "" where the tracer recorded none."""
-    trace = node.meta.get("stack_trace") or ""
-    lines = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
-    user_lines = [line for line in lines if not any(part in line for part in _TRACERS)]
-    if not user_lines:
-        return ""
-    file, line, *_ = user_lines[-1].removeprefix("File ").split(", ")
-    return f"{file.strip(chr(34))}:{line.removeprefix('line ')}"
 
 
 def _target_name(node: fx.Node) -> str:

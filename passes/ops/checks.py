@@ -95,8 +95,8 @@ def check_inputs(inputs: Sequence[tuple[Tensor, str]], group: str) -> None:
         InputError: otherwise, with what each rank has of the first that differs.
     """
     by_rank = _signatures([x for x, _ in inputs], group)
-    for place, (_, at) in enumerate(inputs):
-        if by_rank:
+    if by_rank:
+        for place, (_, at) in enumerate(inputs):
             _require_one_kind("the input", [rank[place] for rank in by_rank], at, ragged=False)
 
 
@@ -118,8 +118,8 @@ def check_operands(
         InputError: if the ranks differ, with what each rank has.
     """
     by_rank = [dict(zip(operands, rank, strict=True)) for rank in _signatures(list(operands.values()), group)]
-    for name in operands:
-        if by_rank:
+    if by_rank:
+        for name in operands:
             _require_one_kind(name, [rank[name] for rank in by_rank], at, ragged)
     return by_rank
 

@@ -13,6 +13,8 @@ offset begins one bag more, which holds the ids that torch ignores, and the resu
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -159,6 +161,14 @@ def checked_ids(
         replicated=replicated,
     )
     return ids
+
+
+@overload
+def narrow_ids(ids: Tensor) -> Tensor: ...
+
+
+@overload
+def narrow_ids(ids: None) -> None: ...
 
 
 def narrow_ids(ids: Tensor | None) -> Tensor | None:

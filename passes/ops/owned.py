@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from passes.layout import owner_sizes
+from passes.layout import id_dtype, owner_sizes
 from passes.ops import lookup, owned_checks
 from passes.ops.collectives import all_to_all, group_rank, group_size
 from passes.ops.jagged import exchange_jagged
@@ -164,8 +164,8 @@ def send(
     own = [_lookup(*operands) for operands in given]
     owned_checks.check_lookups(own, ids, [table[0] for table in tables], list(at), group, ragged=ragged)
     sizes = [owner_sizes(num_columns, group_size(group), owners) for _, num_columns, owners in tables]
-    wire = torch.int32 if all(rows < 2**31 for rows, _, _ in tables) else torch.int64
-    packed = [_pack(x, table[0], wire) for x, table in zip(own, tables, strict=True)]
+    wire = id_dtype(max(rows for rows, _, _ in tables))
+    packed = [_pack(x, wire) for x in own]
     if ragged:
         return _send_ragged(own, packed, sizes, group)
     return _send_equal(own, packed, sizes, group)
@@ -277,9 +277,9 @@ def _lookup(ids: Tensor, offsets: Tensor | None, weights: Tensor | None, bag: bo
     return Lookup(inside, weights, offsets, bags, None, int(last_offset), (bags,))
 
 
-def _pack(x: Lookup, num_embeddings: int, wire: torch.dtype) -> Tensor:
+def _pack(x: Lookup, wire: torch.dtype) -> Tensor:
     """Offsets, then ids. An id that the wire's dtype does not hold must not become another one that it holds."""
-    ids = x.ids if x.ids.dtype == wire else x.ids.clamp(-1, num_embeddings).to(wire)
+    ids = lookup.narrow_ids(x.ids) if wire == torch.int32 else x.ids.to(wire)
     return ids if x.offsets is None else torch.cat([x.offsets.to(wire), ids])
 
 

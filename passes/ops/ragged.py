@@ -26,7 +26,8 @@ from torch.autograd import Function
 from passes.layout import chunk_sizes
 from passes.ops import checks
 from passes.ops.collectives import all_gather, all_to_all, group_rank
-from passes.ops.redistribute import apply, side_by_side
+from passes.ops.columns import side_by_side
+from passes.ops.redistribute import apply
 
 
 class _AllGatherRagged(Function):

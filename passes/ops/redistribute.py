@@ -28,7 +28,6 @@ own functional all_gather does the same; for a loss that is replicated that is W
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -47,6 +46,7 @@ from passes.ops.collectives import (
     group_size,
     reduce_scatter,
 )
+from passes.ops.columns import columns_for_rows, rows_for_columns, side_by_side
 
 MEAN = "mean"
 SUM = "sum"
@@ -81,7 +81,8 @@ class _ColumnsToRows(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, num_columns: int, group: str) -> Tensor:
         ctx.num_columns, ctx.group = num_columns, group
-        return exchange_columns_for_rows(x, num_columns, group)
+        (rows,) = columns_for_rows(group, (num_columns,), x)
+        return rows
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -94,7 +95,8 @@ class _RowsToColumns(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, num_columns: int, group: str) -> Tensor:
         ctx.num_columns, ctx.group = num_columns, group
-        return exchange_rows_for_columns(x, num_columns, group)
+        (columns,) = rows_for_columns(group, (num_columns,), x)
+        return columns
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -197,37 +199,6 @@ class _ScaleGradient(Function):
             scaled = torch.sparse_coo_tensor(gradient._indices(), values, gradient.shape, check_invariants=False)
             return scaled, None
         return gradient / ctx.divisor, None
-
-
-def exchange_columns_for_rows(x: Tensor, num_columns: int, group: str) -> Tensor:
-    """(W*B, d) -> (B, D) without a gradient: every rank's columns of this rank's rows, put side by side in order."""
-    world, rank = group_size(group), group_rank(group)
-    sizes = chunk_sizes(num_columns, world)
-    rows = x.size(0) // world
-    flat = all_to_all(x.reshape(-1), [rows * d for d in sizes], [rows * sizes[rank]] * world, group)
-    pieces = flat.split([rows * d for d in sizes])
-    return side_by_side([piece.view(rows, d) for piece, d in zip(pieces, sizes, strict=True)], sizes)
-
-
-def exchange_rows_for_columns(x: Tensor, num_columns: int, group: str) -> Tensor:
-    """(B, D) -> (W*B, d) without a gradient: the inverse of `exchange_columns_for_rows`."""
-    world, rank = group_size(group), group_rank(group)
-    sizes = chunk_sizes(num_columns, world)
-    rows = x.size(0)
-    if len(set(sizes)) == 1:
-        flat = x.reshape(rows, world, sizes[0]).transpose(0, 1).reshape(-1)
-    else:
-        flat = torch.cat([piece.reshape(-1) for piece in x.split(sizes, dim=1)])
-    received = all_to_all(flat, [rows * sizes[rank]] * world, [rows * d for d in sizes], group)
-    return received.view(world * rows, sizes[rank])
-
-
-def side_by_side(pieces: Iterable[Tensor], sizes: list[int]) -> Tensor:
-    """Every rank's columns, without what they were padded by, in order.
-
-    A copy also where there is one piece: torch refuses to change in place what a Function has made a view.
-    """
-    return torch.cat([piece.narrow(-1, 0, size) for piece, size in zip(pieces, sizes, strict=True)], -1)
 
 
 def sum_sparse(x: Tensor, group: str) -> Tensor:

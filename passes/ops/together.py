@@ -5,8 +5,7 @@
     rearrange_together    Shard(-1)   -> Shard(0)    all_to_all   all_to_all
     replicate_together    parameters, unchanged      none         all_reduce
 
-Each computes what `redistribute` computes for one, to the last bit. What travels is packed by destination: for rank 0
-its part of the first, of the second, ...; for rank 1, ...
+Each computes what `redistribute` computes for one, to the last bit.
 
 What no rank's loss depends on gets no gradient, as where each travels by itself. In eager mode a small gather tells
 which that is; the compiler gives everything in its graph a gradient.
@@ -22,9 +21,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 
-from passes.layout import chunk_sizes
 from passes.ops import checks, redistribute
-from passes.ops.collectives import all_gather, all_to_all, group_rank, group_size
+from passes.ops.collectives import all_gather, group_size
+from passes.ops.columns import columns_for_rows, rows_for_columns
 
 
 class _GatherTogether(Function):
@@ -55,14 +54,14 @@ class _RearrangeTogether(Function):
         _keep_absent(ctx)
         world = group_size(group)
         ctx.group, ctx.num_columns, ctx.rows = group, num_columns, [x.size(0) // world for x in matrices]
-        return _columns_for_rows(group, num_columns, *matrices)
+        return columns_for_rows(group, num_columns, *matrices)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         shapes = list(zip(ctx.rows, ctx.num_columns, strict=True))
         places, whole = _present(gradients, shapes, ctx.group)
         widths = tuple(ctx.num_columns[place] for place in places)
-        found = _run(_SpreadTogether, _rows_for_columns, ctx.group, widths, *whole)
+        found = _run(_SpreadTogether, rows_for_columns, ctx.group, widths, *whole)
         return None, None, *_in_places(len(gradients), places, found)
 
 
@@ -72,11 +71,11 @@ class _SpreadTogether(Function):
     @staticmethod
     def forward(ctx: Any, group: str, num_columns: tuple[int, ...], *matrices: Tensor) -> tuple[Tensor, ...]:
         ctx.group, ctx.num_columns = group, num_columns
-        return _rows_for_columns(group, num_columns, *matrices)
+        return rows_for_columns(group, num_columns, *matrices)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, None, *_run(_RearrangeTogether, _columns_for_rows, ctx.group, ctx.num_columns, *gradients)
+        return None, None, *_run(_RearrangeTogether, columns_for_rows, ctx.group, ctx.num_columns, *gradients)
 
 
 class _ReduceGradients(Function):
@@ -185,7 +184,7 @@ def rearrange_together(
     for places in _by_kind(columns):
         chosen = [redistribute.as_matrix(columns[place]) for place in places]
         widths = tuple(num_columns[place] for place in places)
-        matrices = _run(_RearrangeTogether, _columns_for_rows, group, widths, *chosen)
+        matrices = _run(_RearrangeTogether, columns_for_rows, group, widths, *chosen)
         for place, matrix in zip(places, matrices, strict=True):
             like, x = likes[place], columns[place]
             leading = (
@@ -215,37 +214,6 @@ def _rows_of_all(group: str, *tensors: Tensor) -> tuple[Tensor, ...]:
     flat = all_gather(torch.cat([x.reshape(-1) for x in tensors]), group)
     pieces = flat.view(world, sum(sizes)).split(sizes, 1)
     return tuple(piece.reshape(world * x.size(0), *x.shape[1:]) for x, piece in zip(tensors, pieces, strict=True))
-
-
-def _columns_for_rows(group: str, num_columns: tuple[int, ...], *matrices: Tensor) -> tuple[Tensor, ...]:
-    """For each (W*B, d) -> (B, D), without a gradient: `redistribute.exchange_columns_for_rows` in one message."""
-    world, rank = group_size(group), group_rank(group)
-    sizes = [chunk_sizes(columns, world) for columns in num_columns]
-    rows = [x.size(0) // world for x in matrices]
-    by_rank = [x.reshape(world, n * owned[rank]) for x, n, owned in zip(matrices, rows, sizes, strict=True)]
-    packed = torch.cat(by_rank, 1)
-    blocks = [[n * owned[source] for n, owned in zip(rows, sizes, strict=True)] for source in range(world)]
-    came = all_to_all(packed.flatten(), [sum(block) for block in blocks], [packed.size(1)] * world, group)
-    pieces = came.split([size for block in blocks for size in block])
-    return tuple(
-        redistribute.side_by_side(
-            [pieces[source * len(rows) + place].view(n, owned[source]) for source in range(world)], owned
-        )
-        for place, (n, owned) in enumerate(zip(rows, sizes, strict=True))
-    )
-
-
-def _rows_for_columns(group: str, num_columns: tuple[int, ...], *matrices: Tensor) -> tuple[Tensor, ...]:
-    """For each (B, D) -> (W*B, d), without a gradient: the inverse."""
-    world, rank = group_size(group), group_rank(group)
-    sizes = [chunk_sizes(columns, world) for columns in num_columns]
-    rows = [x.size(0) for x in matrices]
-    own = [n * owned[rank] for n, owned in zip(rows, sizes, strict=True)]
-    split = [x.split(owned, 1) for x, owned in zip(matrices, sizes, strict=True)]
-    packed = torch.cat([pieces[target].reshape(-1) for target in range(world) for pieces in split])
-    send = [sum(n * owned[target] for n, owned in zip(rows, sizes, strict=True)) for target in range(world)]
-    came = all_to_all(packed, [sum(own)] * world, send, group).view(world, sum(own)).split(own, 1)
-    return tuple(piece.reshape(world * n, owned[rank]) for piece, n, owned in zip(came, rows, sizes, strict=True))
 
 
 def _as_they_are(group: str, *tensors: Tensor) -> tuple[Tensor, ...]:

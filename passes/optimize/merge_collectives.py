@@ -11,19 +11,19 @@ linears are not mixed: dense layers that need no lookup are to run while its res
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
-from passes.graph_pass import Edit, GraphPass
+from passes.graph_pass import Context, Edit, PlannedPass
 from passes.ops import lookup, redistribute, together
 from passes.ops.renorm import renorm
-from passes.rewrite.sandwich import Context
+from passes.origin import module_path
 from passes.schedule import Schedule
-from passes.sites import Scope, module_path, scopes
+from passes.sites import Scope, scopes
 
 # What DistributedDataParallel takes: one all_reduce of all gradients could start only when the backward has ended.
 BUCKET_BYTES = 25 * 2**20
@@ -32,7 +32,7 @@ _GATHERS = (redistribute.all_gather_batch, redistribute.all_gather_optional)
 _LOOKUPS = (lookup.embedding, lookup.embedding_bag)
 
 
-class MergeCollectives(GraphPass):
+class MergeCollectives(PlannedPass):
     """Merges the collectives of one graph, forward and backward.
 
     Attributes:
@@ -40,8 +40,7 @@ class MergeCollectives(GraphPass):
     """
 
     def __init__(self, context: Context, parameters: Mapping[str, torch.nn.Parameter], prefix: str) -> None:
-        super().__init__()
-        self._context, self._parameters, self._prefix = context, parameters, prefix
+        super().__init__(context, parameters, prefix)
         self.moved: dict[tuple[str, str], str] = {}
 
     def call(self, graph_module: fx.GraphModule) -> PassResult:
@@ -55,8 +54,7 @@ class MergeCollectives(GraphPass):
                 self._merge(scope, group, f"rearranged_{number}", "column rearrangements", _rearrange_together)
             for number, group in enumerate(self._buckets(scope)):
                 name = f"parameters_{number}"
-                sources = [node.all_input_nodes[0].name for node in group] if len(group) > 1 else []
-                self.moved.update({(scope.path, source): name for source in sources})
+                self.moved.update({(scope.path, node.all_input_nodes[0].name): name for node in group})
                 self._merge(scope, group, name, "gradient all_reduces", _replicate_together)
         return PassResult(graph_module, len(self.edits) > before)
 
@@ -69,8 +67,6 @@ class MergeCollectives(GraphPass):
         make: Callable[[fx.Graph, list[fx.Node], str], fx.Node],
     ) -> None:
         """Puts one node in the place of the first of the group, and takes its results for those of all."""
-        if len(group) == 1:
-            return
         graph, first = scope.graph_module.graph, group[0]
         with graph.inserting_before(first):
             merged = make(graph, group, name)
@@ -95,25 +91,24 @@ class MergeCollectives(GraphPass):
             )
         )
 
-    def _buckets(self, scope: Scope) -> Iterator[list[fx.Node]]:
+    def _buckets(self, scope: Scope) -> list[list[fx.Node]]:
         """The parameters whose gradients travel together, at most `BUCKET_BYTES` of them, in the order of first use."""
         schedule = Schedule(scope.graph_module)
-        bucket: list[fx.Node] = []
+        buckets: list[list[fx.Node]] = []
         size = 0
         for node in scope.graph_module.graph.find_nodes(op="call_function", target=redistribute.replicate_parameter):
             name = scope.parameters.get(node.args[0])
             if name is None or self._travels_alone(node, name):
                 continue
-            parameter = self._parameters[name]
-            nbytes = parameter.numel() * parameter.dtype.itemsize
-            fits = size + nbytes <= BUCKET_BYTES
-            if bucket and not (fits and schedule.hoist(node, [node.args[0]], bucket[0], bucket)):
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(node)
+            nbytes = self._parameters[name].numel() * self._parameters[name].dtype.itemsize
             size += nbytes
-        if bucket:
-            yield bucket
+            last = buckets[-1] if buckets else []
+            if last and size <= BUCKET_BYTES and schedule.hoist(node, [node.args[0]], last[0], last):
+                last.append(node)
+            else:
+                buckets.append([node])
+                size = nbytes
+        return [bucket for bucket in buckets if len(bucket) > 1]
 
     def _travels_alone(self, node: fx.Node, name: str) -> bool:
         """True for a parameter that has no dense gradient, or whose values change within the graph."""
@@ -136,7 +131,7 @@ def _kind_of_rearrangement(node: fx.Node) -> str | None:
 
 
 def _groups(scope: Scope, kind: Callable[[fx.Node], str | None]) -> list[list[fx.Node]]:
-    """The nodes of each kind in groups that can run together, what they need in front of the first."""
+    """The nodes of each kind in groups of two or more that can run together, what they need in front of the first."""
     schedule = Schedule(scope.graph_module)
     levels: dict[fx.Node, int] = {}
     groups: dict[tuple[str, int], list[list[fx.Node]]] = {}
@@ -152,7 +147,7 @@ def _groups(scope: Scope, kind: Callable[[fx.Node], str | None]) -> list[list[fx
             made[-1].append(node)
         else:
             made.append([node])
-    return [group for made in groups.values() for group in made]
+    return [group for made in groups.values() for group in made if len(group) > 1]
 
 
 def _gather_together(graph: fx.Graph, group: list[fx.Node], name: str) -> fx.Node:

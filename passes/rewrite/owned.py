@@ -17,6 +17,7 @@ import sympy
 import torch
 from torch import fx
 
+from passes.layout import id_dtype
 from passes.ops import owned
 from passes.rewrite.sandwich import Sandwich
 from passes.schedule import Schedule
@@ -48,7 +49,7 @@ def groups(scope: Scope, calls: list[Call], parameters: Mapping[str, torch.nn.Pa
 
 def _wire(weight: torch.nn.Parameter) -> tuple[torch.dtype, torch.dtype]:
     """The dtypes of what is sent back, and of ids."""
-    return weight.dtype, torch.int32 if weight.size(0) < 2**31 else torch.int64
+    return weight.dtype, id_dtype(weight.size(0))
 
 
 def _operands(call: Call) -> list[fx.Node]:

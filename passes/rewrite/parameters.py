@@ -6,10 +6,9 @@ import sympy
 import torch
 from torch import fx
 
-from passes.graph_pass import Edit
+from passes.graph_pass import Context, Edit
 from passes.ops import redistribute
 from passes.ops.renorm import renorm
-from passes.rewrite.sandwich import Context
 from passes.sites import Scope
 from passes.traffic import BACKWARD, Traffic, traffic
 

@@ -16,9 +16,11 @@ import sympy
 import torch
 from torch import fx
 
+from passes.graph_pass import Context
+from passes.layout import id_dtype
 from passes.ops import lookup, ragged, redistribute
 from passes.ops.renorm import norm_dtype, renorm
-from passes.plan import COLWISE, ShardingPlan
+from passes.plan import COLWISE
 from passes.schedule import Schedule
 from passes.sites import LINEAR, Call, Scope
 from passes.traffic import BACKWARD, FORWARD, Traffic, W, itemsize_of, rows_of, traffic
@@ -27,27 +29,6 @@ _COUNT_BYTES = 8
 
 # A collective, its direction, and the bytes that go into it on each rank.
 Move = tuple[str, str, sympy.Expr]
-
-
-@dataclasses.dataclass(frozen=True)
-class Context:
-    """Frozen facts of one `autoshard()` call.
-
-    Attributes:
-        plan: what is done with each parameter.
-        group: name of the process group.
-        world_size: its number of ranks, W.
-        batch_sharded: True if activations are Shard(0), False if they are replicated.
-        reduction: a parameter's gradient, over the ranks' own: "mean", "sum", or "none" for replicated activations.
-        ragged: the weights at whose sites the ranks' batches may differ in size.
-    """
-
-    plan: ShardingPlan
-    group: str
-    world_size: int
-    batch_sharded: bool
-    reduction: str
-    ragged: frozenset[str] = frozenset()
 
 
 class Known:
@@ -178,7 +159,7 @@ class Sandwich:
 
     def narrow(self, ids: fx.Node) -> fx.Node:
         """Ids or offsets as they travel."""
-        if not self._is_narrow:
+        if id_dtype(self.weight.size(0)) != torch.int32:
             return ids
         node = self.once(f"{ids.name}_narrow", lookup.narrow_ids, ids)
         if isinstance(value := ids.meta.get("val"), torch.Tensor):
@@ -187,12 +168,7 @@ class Sandwich:
 
     def wire_itemsize(self, ids: fx.Node) -> int:
         """Bytes of an id or offset that travels."""
-        itemsize = itemsize_of(ids, torch.int64)
-        return min(itemsize, 4) if self._is_narrow else itemsize
-
-    @property
-    def _is_narrow(self) -> bool:
-        return self.weight.size(0) < 2**31
+        return min(itemsize_of(ids, torch.int64), id_dtype(self.weight.size(0)).itemsize)
 
     def _gather(self, x: fx.Node, counts: fx.Node | None, moves: Sequence[Move]) -> fx.Node:
         name, group = f"{x.name}_all", self.context.group
