@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from passes.ops.renorm import renorm
 from passes.schedule import Schedule
 
 
@@ -79,14 +80,34 @@ def test_layers_of_torch_write_into_their_own_buffers_at_most(layer: nn.Module) 
     assert hoisted(nothing, lambda y: y + 1, layer) is not None
 
 
-def test_nothing_moves_over_a_change_of_mode() -> None:
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [(torch._C._set_grad_enabled, lambda x, y: (False,)), (F.relu, lambda x, y: (x, True))],
+    ids=["mode", "in place by position"],
+)
+def test_nothing_moves_over_a_change_that_stands_in_a_graph(
+    function: Callable[..., Any], arguments: Callable[[fx.Node, fx.Node], tuple[Any, ...]]
+) -> None:
+    assert not is_hoisted(function, arguments)
+
+
+def test_a_table_is_not_read_before_it_is_renormed() -> None:
+    def of(table: int) -> Callable[[fx.Node, fx.Node], tuple[Any, ...]]:
+        return lambda *nodes: (nodes[table], nodes[0], 1.0, 2.0, None)
+
+    assert is_hoisted(renorm, of(0))
+    assert not is_hoisted(renorm, of(1))
+
+
+def is_hoisted(function: Callable[..., Any], arguments: Callable[[fx.Node, fx.Node], tuple[Any, ...]]) -> bool:
+    """Whether what reads `y` may move over a call that stands between it and what reads `x`."""
     graph = fx.Graph()
     x, y = graph.placeholder("x"), graph.placeholder("y")
     first = graph.call_function(torch.sin, (x,))
-    graph.call_function(torch._C._set_grad_enabled, (False,))
+    graph.call_function(function, arguments(x, y))
     second = graph.call_function(torch.sin, (graph.call_function(torch.neg, (y,)),))
     graph.output((first, second))
-    assert not Schedule(fx.GraphModule({}, graph)).hoist(second, second.all_input_nodes, first, [first])
+    return Schedule(fx.GraphModule({}, graph)).hoist(second, second.all_input_nodes, first, [first])
 
 
 def test_what_waits_for_a_member_does_not_move_to_it() -> None:
