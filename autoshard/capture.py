@@ -21,6 +21,7 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from autoshard import hazards, torchrec_modules
+from passes.normalize import layer_graph
 from passes.sites import LAYER_TYPES, find_sites, has_hooks
 
 _LAYERS = tuple(LAYER_TYPES)
@@ -137,7 +138,7 @@ def trace(module: nn.Module) -> tuple[fx.GraphModule | None, str, dict[str, str]
         The graph, or None where the module has to stay as it is; the reason why; and path -> reason for the submodules
         that stand in the graph as they are.
     """
-    own = torchrec_modules.graph_of(module)
+    own = torchrec_modules.graph_of(module) or layer_graph(module)
     if own is not None:
         return fx.GraphModule(module, own, type(module).__name__), "", {}
     tracer = _Tracer()

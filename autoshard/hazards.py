@@ -60,19 +60,22 @@ class Recorder:
         self.executed: list[Executed] = []
 
     def __enter__(self) -> Recorder:
-        self._previous = sys.getprofile()
+        # A trace function is told of calls of Python code alone; a profile function of every return and C call, too.
+        self._previous = sys.gettrace()
         self._outermost = sys._getframe(1)
         self._collectors = {getattr(callback, "__code__", None) for callback in gc.callbacks}
-        sys.setprofile(self._see)
+        sys.settrace(self._see)
         return self
 
     def __exit__(self, *_: object) -> None:
-        sys.setprofile(self._previous)
+        sys.settrace(self._previous)
         del self._outermost
 
-    def _see(self, frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and _is_user_code(frame.f_code) and not self._beside(frame):
+    def _see(self, frame: FrameType, event: Any, argument: object) -> Any:
+        """Returns what traces the lines of the frame: a debugger's function, if there is one."""
+        if _is_user_code(frame.f_code) and not self._beside(frame):
             self.executed.append((frame.f_code, frame.f_globals))
+        return None if self._previous is None else self._previous(frame, event, argument)
 
     def _beside(self, frame: FrameType | None) -> bool:
         """True below an import, which torch does late while it traces, a log message, and what runs at a collection."""

@@ -109,6 +109,21 @@ def _inline_mode(node: fx.Node, graph_module: fx.GraphModule) -> None:
         graph.erase_node(fetch)
 
 
+def layer_graph(layer: nn.Module) -> fx.Graph | None:
+    """The forward of a torch layer by itself; None for any other module, and for one whose forward is not torch's."""
+    spelling = _SPELLINGS.get(type(layer))
+    if spelling is None or "forward" in vars(layer) or type(layer).forward.__module__ != type(layer).__module__:
+        return None
+    graph = fx.Graph()
+    required, *optional = spelling.operands
+    operands = {required: graph.placeholder(required)}
+    operands |= {name: graph.placeholder(name, default_value=None) for name in optional}
+    values = {name: graph.get_attr(name) for name, p in layer.named_parameters(recurse=False) if p is not None}
+    options = {name: getattr(layer, name) for name in spelling.options}
+    graph.output(graph.call_function(spelling.function, (), {**operands, **values, **options}))
+    return graph
+
+
 def _inline(node: fx.Node, layer: nn.Module, graph_module: fx.GraphModule) -> None:
     graph = graph_module.graph
     spelling = _SPELLINGS[type(layer)]

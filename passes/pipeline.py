@@ -277,6 +277,9 @@ def _in_batch(edit: Edit, symbol: sympy.Symbol | None) -> Edit:
 
 def normalize(graph_module: fx.GraphModule) -> None:
     """Brings every site into one spelling, in place; the graph computes what it computed before."""
+    modified = False
     for graph_pass in (InlineModes(), InlineLayers(), FoldRenorm(), FoldFixedBags()):
-        graph_pass(graph_module)
-    graph_module.recompile()
+        result = graph_pass(graph_module)
+        modified |= result is not None and result.modified
+    if modified:
+        graph_module.recompile()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from typing import Any
 
@@ -83,9 +84,9 @@ class ShardingPlan:
         Raises:
             PlanError: if the plan has none.
         """
-        for row in self.rows:
-            if parameter == row.parameter or parameter in row.aliases:
-                return row
+        row = self._by_name.get(parameter)
+        if row is not None:
+            return row
         raise PlanError(
             describe(
                 "the plan",
@@ -95,13 +96,18 @@ class ShardingPlan:
             )
         )
 
+    @functools.cached_property
+    def _by_name(self) -> dict[str, PlanRow]:
+        return {name: row for row in reversed(self.rows) for name in (row.parameter, *row.aliases)}
+
     def colwise(self) -> frozenset[str]:
         """All names of the parameters that are sharded along their feature axis."""
         return frozenset(name for row in self.rows if row.strategy == COLWISE for name in (row.parameter, *row.aliases))
 
     def has_owners(self, parameter: str) -> bool:
         """True for a parameter whose columns are on some of the ranks only."""
-        return any(row.ranks is not None for row in self.rows if parameter in (row.parameter, *row.aliases))
+        row = self._by_name.get(parameter)
+        return row is not None and row.ranks is not None
 
     def to_json(self) -> str:
         """The plan as JSON; `from_json` gives back an equal plan."""

@@ -14,6 +14,7 @@ Symbols: B rows per rank (the batch), W ranks; a size that is not known is a sym
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -51,6 +52,7 @@ _ON_THE_WIRE = {
 }
 
 
+@functools.cache  # sympy is slow, and many tables are of one shape
 def traffic(collective: str, direction: str, nbytes: sympy.Expr) -> Traffic:
     """The traffic of a collective of `nbytes`, b in the table above."""
     return Traffic(collective, direction, sympy.expand(_ON_THE_WIRE[collective] * nbytes))

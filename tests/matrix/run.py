@@ -23,7 +23,7 @@ from tests.matrix.oracle import Expected, Oracle, make_optimizer
 STEPS = 2
 ARGUMENTS = {EMBEDDING: 1, BAG: 3, LINEAR: 1}
 
-# Largest difference that counts as rounding, relative to the largest number of the tensor.
+# Largest difference that counts as rounding, relative to the largest number of the whole tensor.
 TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 1e-5, "float64": 1e-12}
 
 
@@ -130,7 +130,7 @@ class Comparison:
             if not parameter.is_leaf or not (placed or self.case.sparse):
                 self._note(f"parameter {number} is no leaf that is a DTensor of {placement}")
             what = f"weight {number} after the forward"
-            self._tensors(what, _local(parameter), self._columns(want.renormed[number]), self._weights_round)
+            self._parameter(what, _local(parameter), want.renormed[number], self._weights_round)
 
     def of_rows(self, made: list[Batch], before: list[Tensor], parameters: list[nn.Parameter]) -> None:
         """Rows that no id has looked up are what they were, to the last bit."""
@@ -152,8 +152,7 @@ class Comparison:
             if local.is_sparse != self.case.sparse:
                 self._note(f"the layout of gradient {number} is {local.layout}")
             dense = local.to_dense() if local.is_sparse else local
-            whole = want.gradients[number]
-            self._tensors(f"gradient {number}", dense, self._columns(whole), self._gradients_round)
+            self._parameter(f"gradient {number}", dense, want.gradients[number], self._gradients_round)
         expected = want.input_gradients[self.place]
         if leaf is not None and expected is not None:
             if leaf.grad is None:
@@ -166,7 +165,7 @@ class Comparison:
         rounding = self._weights_round or self.case.optimizer != "sgd"
         for number, parameter in enumerate(parameters):
             what = f"weight {number} after the optimizer"
-            self._tensors(what, _local(parameter), self._columns(want.weights[number]), rounding)
+            self._parameter(what, _local(parameter), want.weights[number], rounding)
 
     @property
     def _feature_dim(self) -> int:
@@ -179,11 +178,16 @@ class Comparison:
         pieces = whole.chunk(self.case.world, self._feature_dim)
         return pieces[self.place] if self.place < len(pieces) else whole.narrow(self._feature_dim, 0, 0)
 
-    def _tensors(self, what: str, got: Tensor, want: Tensor, rounding: bool) -> None:
+    def _parameter(self, what: str, got: Tensor, whole: Tensor, rounding: bool) -> None:
+        """This rank's part of a parameter or gradient. It may be one number, in which a long sum has cancelled."""
+        self._tensors(what, got, self._columns(whole), rounding, _largest(whole))
+
+    def _tensors(self, what: str, got: Tensor, want: Tensor, rounding: bool, scale: float | None = None) -> None:
         if got.shape != want.shape or got.dtype != want.dtype:
             self._note(f"{what} is {got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}")
         elif not torch.equal(got, want):
-            limit = TOLERANCE[self.case.dtype] * max(_largest(want), 1e-30) if rounding else 0.0
+            scale = max(_largest(want) if scale is None else scale, 1e-30)
+            limit = TOLERANCE[self.case.dtype] * scale if rounding else 0.0
             largest = _largest(got.double() - want.double())
             if not largest <= limit:
                 some = f"{int((got != want).sum())} of {want.numel()}"
