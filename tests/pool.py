@@ -41,6 +41,8 @@ CHILD_ENVIRONMENT = {
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
 }
 
+PRELOADED = ["tests.rank", "autoshard", "torch._dynamo", "torch._inductor.compile_fx"]
+
 
 class RankError(RuntimeError):
     """Some rank raised. `exceptions` is in mesh order, None where a rank returned or got stuck."""
@@ -103,7 +105,7 @@ class _Rank:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables for as long as processes are spawned, which take a copy."""
+    """Sets variables for as long as processes are started, which take a copy."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -218,7 +220,9 @@ class Pool:
         self._kill()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        # Ranks are forked from a process that has imported torch and has no threads: each would take seconds to do so.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         # The parent hosts the store, as it picks a free port itself and outlives every rank.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
