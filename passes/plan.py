@@ -13,8 +13,9 @@ from passes.errors import PlanError, describe
 from passes.layout import owner_sizes
 
 COLWISE = "colwise"
+ROWWISE = "rowwise"
 REPLICATE = "replicate"
-STRATEGIES = (COLWISE, REPLICATE)
+STRATEGIES = (COLWISE, ROWWISE, REPLICATE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,8 @@ class PlanRow:
         parameter: name in the model; a tied parameter goes by its first name.
         shape: of the whole parameter.
         dtype: as torch prints it, without "torch.".
-        strategy: "colwise" (sharded along the feature axis) or "replicate".
+        strategy: "colwise" (sharded along the feature axis), "rowwise" (a linear's weight, sharded along its input
+            axis) or "replicate".
         dim: the dimension that is sharded, None if none is.
         sites: the layers that use it, as "op module.path".
         reason: why this strategy.
@@ -100,9 +102,10 @@ class ShardingPlan:
     def _by_name(self) -> dict[str, PlanRow]:
         return {name: row for row in reversed(self.rows) for name in (row.parameter, *row.aliases)}
 
-    def colwise(self) -> frozenset[str]:
-        """All names of the parameters that are sharded along their feature axis."""
-        return frozenset(name for row in self.rows if row.strategy == COLWISE for name in (row.parameter, *row.aliases))
+    @functools.cached_property
+    def sharded(self) -> frozenset[str]:
+        """All names of the parameters that are sharded."""
+        return frozenset(name for name, row in self._by_name.items() if row.strategy != REPLICATE)
 
     def has_owners(self, parameter: str) -> bool:
         """True for a parameter whose columns are on some of the ranks only."""
