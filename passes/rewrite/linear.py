@@ -20,9 +20,10 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from passes import wire
 from passes.ops import ragged, redistribute
 from passes.rewrite.sandwich import Sandwich
-from passes.traffic import BACKWARD, FORWARD, W, itemsize_of, rows_of
+from passes.traffic import itemsize_of, rows_of
 
 
 def rewrite(sandwich: Sandwich) -> None:
@@ -80,13 +81,7 @@ def _note_moves(sandwich: Sandwich) -> None:
     rows = rows_of(call.input, feature_dims=1)
     out = rows * weight.size(0) * itemsize_of(call.result, weight.dtype)
     x = rows * weight.size(1) * itemsize_of(call.input, weight.dtype)
-    if not sandwich.context.batch_sharded:
-        sandwich.moves("all_reduce", FORWARD, out)
-        if call.input in sandwich.differentiable:
-            sandwich.moves("all_gather", BACKWARD, x / W)
-        return
-    sandwich.moves("all_to_all", FORWARD, x)
-    sandwich.moves("reduce_scatter", FORWARD, out * W)
-    sandwich.moves("all_gather", BACKWARD, out)
-    if call.input in sandwich.differentiable:
-        sandwich.moves("all_to_all", BACKWARD, x)
+    batch_sharded = sandwich.context.batch_sharded
+    gradient = call.input in sandwich.differentiable
+    sandwich.note(wire.own_columns(x, batch_sharded=batch_sharded, gradient=gradient))
+    sandwich.note(wire.summed(out, batch_sharded=batch_sharded))

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
+from passes import wire
 from passes.graph_pass import Context
 from passes.layout import id_dtype
 from passes.ops import lookup, ragged, redistribute
@@ -23,12 +24,9 @@ from passes.ops.renorm import norm_dtype, renorm
 from passes.plan import COLWISE
 from passes.schedule import Schedule
 from passes.sites import LINEAR, Call, Scope
-from passes.traffic import BACKWARD, FORWARD, Traffic, W, itemsize_of, rows_of, traffic
+from passes.traffic import FORWARD, Traffic, W, itemsize_of, rows_of, traffic
 
 _COUNT_BYTES = 8
-
-# A collective, its direction, and the bytes that go into it on each rank.
-Move = tuple[str, str, sympy.Expr]
 
 
 class Known:
@@ -111,7 +109,7 @@ class Sandwich:
         return node
 
     def once(
-        self, name: str, function: Callable[..., Any], *args: Any, moves: Sequence[Move] = (), **kwargs: Any
+        self, name: str, function: Callable[..., Any], *args: Any, moves: Sequence[wire.Move] = (), **kwargs: Any
     ) -> fx.Node:
         """`add` and `moves`, or the node that another site has made of the same operands."""
         options = {key: value for key, value in kwargs.items() if key != "at"}
@@ -120,8 +118,7 @@ class Sandwich:
         if node is None:
             node = self.add(name, function, *args, **kwargs)
             self.known.remember(key, node)
-            for move in moves:
-                self.moves(*move)
+            self.note(moves)
         return node
 
     def shard(self, parameter: fx.Node) -> fx.Node:
@@ -136,7 +133,7 @@ class Sandwich:
         """For each operand the node of its rows on every rank; Nones where all ranks have the same number."""
         if not self.ragged:
             return [None] * len(operands)
-        moves = [("all_gather", FORWARD, sympy.Integer(_COUNT_BYTES * len(operands)))]
+        moves = wire.gathered(sympy.Integer(_COUNT_BYTES * len(operands)), batch_sharded=True, gradient=False)
         name = f"{self.call.node.name}_counts"
         where = {**self._where(), **self._features()}
         counts = self.once(name, ragged.exchange_counts, list(operands), self.context.group, moves=moves, **where)
@@ -155,7 +152,7 @@ class Sandwich:
             arguments = (ids, self.weight.size(0), self.context.group)
             return self.add(f"{ids.name}_checked", lookup.replicated_ids, *arguments, at=self.at)
         nbytes = rows_of(ids) * self.wire_itemsize(ids)
-        return self._gather(self.narrow(ids), counts, [("all_gather", FORWARD, nbytes)])
+        return self._gather(self.narrow(ids), counts, wire.gathered(nbytes, batch_sharded=True, gradient=False))
 
     def narrow(self, ids: fx.Node) -> fx.Node:
         """Ids or offsets as they travel."""
@@ -170,7 +167,7 @@ class Sandwich:
         """Bytes of an id or offset that travels."""
         return min(itemsize_of(ids, torch.int64), id_dtype(self.weight.size(0)).itemsize)
 
-    def _gather(self, x: fx.Node, counts: fx.Node | None, moves: Sequence[Move]) -> fx.Node:
+    def _gather(self, x: fx.Node, counts: fx.Node | None, moves: Sequence[wire.Move]) -> fx.Node:
         name, group = f"{x.name}_all", self.context.group
         if self.ragged:
             return self.once(name, ragged.all_gather_ragged, x, counts, group, moves=moves, **self._features())
@@ -214,15 +211,17 @@ class Sandwich:
 
     def spread_moves(self, rows: sympy.Expr) -> None:
         """Notes what `spread` puts on the wire."""
-        num_columns, itemsize = self._num_columns(), itemsize_of(self.call.result, self.weight.dtype)
-        if self.context.batch_sharded:
-            directions = (FORWARD, BACKWARD) if self.call.result in self.differentiable else (FORWARD,)
-            width = sympy.ceiling(sympy.Integer(num_columns) / W) * W if self.ragged else num_columns
-            for direction in directions:
-                self.moves("all_to_all", direction, rows * width * itemsize)
-        else:
-            width = sympy.ceiling(sympy.Integer(num_columns) / W)
-            self.moves("all_gather", FORWARD, rows * width * itemsize)
+        itemsize = itemsize_of(self.call.result, self.weight.dtype)
+        self.note(
+            wire.spread(
+                rows,
+                self._num_columns(),
+                itemsize,
+                batch_sharded=self.context.batch_sharded,
+                gradient=self.call.result in self.differentiable,
+                ragged=self.ragged,
+            )
+        )
 
     def lookup_options(self) -> dict[str, Any]:
         """The options of a lookup that differ from their defaults; a padding row counts from the first row."""
@@ -239,14 +238,14 @@ class Sandwich:
             return self.shard(parameter)
         if self.colwise:
             rows = rows_of(self.call.input) * (W if self.context.batch_sharded else 1)
-            self.moves("all_reduce", FORWARD, rows * norm_dtype(self.weight.dtype).itemsize)
+            self.note([("all_reduce", FORWARD, rows * norm_dtype(self.weight.dtype).itemsize)])
         group = self.context.group if self.colwise else None
         norm = (float(options["max_norm"]), float(options["norm_type"]))
         return self.shard(self.add(f"{parameter.name}_renormed", renorm, parameter, ids, *norm, group, at=self.at))
 
-    def moves(self, collective: str, direction: str, nbytes: sympy.Expr) -> None:
-        """Notes a collective of `nbytes` per rank."""
-        self.traffic.append(traffic(collective, direction, nbytes))
+    def note(self, made: Iterable[wire.Move]) -> None:
+        """Notes collectives."""
+        self.traffic.extend(traffic(*move) for move in made)
 
     def replace(self, out: fx.Node) -> None:
         """Puts `out` in the place of the call's result, and takes the call's nodes out of the graph."""
@@ -269,10 +268,6 @@ class Sandwich:
     def _features(self) -> dict[str, int]:
         return {"feature_dims": self.feature_dims} if self.feature_dims else {}
 
-    def _gather_moves(self, x: fx.Node) -> list[Move]:
+    def _gather_moves(self, x: fx.Node) -> list[wire.Move]:
         nbytes = rows_of(x) * itemsize_of(x, self.weight.dtype)
-        needs_gradient = x in self.differentiable
-        if not self.context.batch_sharded:
-            return [("all_reduce", BACKWARD, nbytes)] if needs_gradient else []
-        backward = [("reduce_scatter", BACKWARD, nbytes * W)] if needs_gradient else []
-        return [("all_gather", FORWARD, nbytes), *backward]
+        return wire.gathered(nbytes, batch_sharded=self.context.batch_sharded, gradient=x in self.differentiable)
