@@ -69,7 +69,8 @@ def autoshard(
     Args:
         model: any module. Batch norm in training sees each rank's own rows, as under DDP.
         mesh: 1-D; all ranks of the default process group if None.
-        plan: "auto" or "colwise" shards whatever has a feature axis; a ShardingPlan; or {glob of parameter names:
+        plan: "auto" or "colwise" shards whatever has a feature axis; an AutoPlan chooses by the estimated time of a
+            step and the memory of a rank; a ShardingPlan; or {glob of parameter names:
             "colwise" | "replicate" | Colwise(ranks=...)}, the first glob that matches counts, what none matches is
             replicated. `Colwise(ranks=(2, 5))` puts the columns of a table on these ranks of the mesh only.
         example_inputs: a tuple of arguments, or (args, kwargs). With them the model is captured by `torch.export`, its
@@ -89,7 +90,8 @@ def autoshard(
         AutoshardError: on every rank of the mesh; its subclasses say what was wrong.
     """
     mesh = resolve_mesh(mesh, model)
-    settings = Settings(mesh.get_group().group_name, mesh.size(), input_placement, gradient_reduction, ragged)
+    group = mesh.get_group().group_name
+    settings = Settings(group, mesh.size(), input_placement, gradient_reduction, ragged, mesh.device_type)
     prepared = agree(mesh, lambda: prepare(model, plan, example_inputs, settings), _text)
     _install(model, prepared, mesh, owner_meshes(mesh, prepared.plan), settings)
     model.__dict__[_RECORD] = Record(prepared.plan, prepared.diff, mesh)
@@ -105,6 +107,7 @@ class Settings:
     input_placement: Placement
     gradient_reduction: str
     ragged: Ragged
+    device_type: str = "cpu"
 
     @property
     def batch_sharded(self) -> bool:
@@ -122,14 +125,23 @@ def prepare(model: nn.Module, plan: PlanSpec, example_inputs: Any, settings: Set
     for region in captured.regions:
         normalize(region.graph)
     facts = gather_facts(model, captured)
-    sharding = make_plan(model, captured, plan, settings.world_size, batch_sharded=settings.batch_sharded)
+    ragged = ragged_weights(settings.ragged, facts) if settings.batch_sharded else frozenset[str]()
+    sharding = make_plan(
+        model,
+        captured,
+        plan,
+        settings.world_size,
+        batch_sharded=settings.batch_sharded,
+        ragged=ragged,
+        device_type=settings.device_type,
+    )
     context = Context(
         sharding,
         settings.group,
         settings.world_size,
         settings.batch_sharded,
         settings.reduction,
-        ragged_weights(settings.ragged, facts) if settings.batch_sharded else frozenset(),
+        ragged,
     )
     diffs = []
     for region in captured.regions:

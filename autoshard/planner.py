@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import nn
 
 from autoshard import hazards, ownership
+from autoshard.auto_plan import AutoPlan, Decided, allowed_strategies, decide
 from autoshard.capture import Capture
 from passes.errors import PlanError, describe
 from passes.plan import COLWISE, REPLICATE, STRATEGIES, Colwise, PlanRow, ShardingPlan
 from passes.sites import LAYER_TYPES, LINEAR, OtherUse, Site, find_other_uses, find_sites
 
 Strategy = str | Colwise
-PlanSpec = str | ShardingPlan | Mapping[str, Strategy]
+PlanSpec = str | AutoPlan | ShardingPlan | Mapping[str, Strategy]
 
 _LAYERS = tuple(LAYER_TYPES)
 _BATCH_MIXING = (nn.modules.batchnorm._BatchNorm,)
@@ -103,28 +104,43 @@ def _readers(
 
 
 def make_plan(
-    model: nn.Module, capture: Capture, spec: PlanSpec, world_size: int, *, batch_sharded: bool = True
+    model: nn.Module,
+    capture: Capture,
+    spec: PlanSpec,
+    world_size: int,
+    *,
+    batch_sharded: bool = True,
+    ragged: Collection[str] = (),
+    device_type: str = "cpu",
 ) -> ShardingPlan:
     """The plan for a captured model.
 
     Args:
         model: the model, still with whole parameters.
         capture: its graphs.
-        spec: "auto" or "colwise" (shard whatever has a feature axis), a ShardingPlan, or globs over parameter names ->
-            strategy, of which the first that matches counts; what no glob matches is replicated.
+        spec: "auto" or "colwise" (shard whatever has a feature axis), an AutoPlan, a ShardingPlan, or globs over
+            parameter names -> strategy, of which the first that matches counts; what no glob matches is replicated.
         world_size: ranks in the mesh.
         batch_sharded: True if each rank has its own batch.
+        ragged: the weights at whose sites the ranks' batches may differ in size.
+        device_type: of the mesh.
 
     Raises:
         PlanError: for a strategy that does not exist, a glob that matches nothing, a weight that is not floating
-            point, a parameter that is asked for by its full name and cannot be sharded, or one that is wanted on some
-            of the ranks and cannot be.
+            point, a parameter that is asked for by its full name and cannot be sharded, one that is wanted on some
+            of the ranks and cannot be, or a model that does not fit.
     """
     facts = gather_facts(model, capture)
     weights = _weights(model, facts)
     for name in weights:
         _require_floating_point(name, facts)
-    wanted = _wanted(spec, weights, facts)
+    decided = Decided()
+    if isinstance(spec, AutoPlan):
+        decided = _decide(spec, capture, weights, facts, ragged, world_size, batch_sharded, device_type)
+        obstructed = {name: why for name in weights if (why := _obstacle(name, facts)) is not None}
+        wanted = {name: (decided.strategies[name], obstructed.get(name, decided.reasons[name])) for name in weights}
+    else:
+        wanted = _wanted(spec, weights, facts)
     obstacles = {name: _obstacle(name, facts) for name in weights}
     for name in weights:
         want, source = wanted[name]
@@ -149,8 +165,39 @@ def make_plan(
         else:
             dim, ranks = None, None
             reason = source if want == REPLICATE else obstacles[name] or followed.get(name, source)
-        rows.append(_row(name, strategy, dim, ranks, reason, facts))
-    return ShardingPlan(tuple(rows), world_size, _notes(model, capture))
+        explanation = decided.explanations.get(name, "")
+        rows.append(_row(name, strategy, dim, ranks, reason, explanation, facts))
+    return ShardingPlan(tuple(rows), world_size, (*decided.notes, *_notes(model, capture)))
+
+
+def _decide(
+    spec: AutoPlan,
+    capture: Capture,
+    weights: list[str],
+    facts: Facts,
+    ragged: Collection[str],
+    world_size: int,
+    batch_sharded: bool,
+    device_type: str,
+) -> Decided:
+    allowed = {
+        name: allowed_strategies(
+            facts.sites.get(name, ()), _obstacle(name, facts), sendable=batch_sharded and name not in ragged
+        )
+        for name in weights
+    }
+    return decide(
+        spec,
+        capture,
+        facts.parameters,
+        facts.canonical,
+        allowed,
+        _pairs(facts),
+        (),
+        world_size=world_size,
+        batch_sharded=batch_sharded,
+        device_type=device_type,
+    )
 
 
 def _sharded_dim(name: str, facts: Facts) -> int:
@@ -196,7 +243,7 @@ def _wanted(spec: PlanSpec, weights: list[str], facts: Facts) -> dict[str, tuple
     if isinstance(spec, ShardingPlan):
         spec = _check_rows(spec, facts)
     elif not isinstance(spec, Mapping):
-        raise _unknown_strategy("plan", spec, ("auto", COLWISE, "a ShardingPlan", "a mapping"))
+        raise _unknown_strategy("plan", spec, ("auto", COLWISE, "an AutoPlan", "a ShardingPlan", "a mapping"))
     return _match_globs(spec, weights, facts)
 
 
@@ -299,12 +346,7 @@ def _is_bias(name: str, site: Site, facts: Facts) -> bool:
 def _decide_together(strategies: dict[str, str], facts: Facts) -> dict[str, str]:
     """Replicates, until nothing changes, a weight or bias whose partner is replicated; returns the reasons."""
     reasons: dict[str, str] = {}
-    pairs = {
-        (facts.canonical[site.weight], facts.canonical[site.bias])
-        for sites in facts.sites.values()
-        for site in sites
-        if site.bias is not None and _sharded_dim(facts.canonical[site.weight], facts) == 0
-    }
+    pairs = _pairs(facts)
     changed = True
     while changed:
         changed = False
@@ -318,8 +360,24 @@ def _decide_together(strategies: dict[str, str], facts: Facts) -> dict[str, str]
     return reasons
 
 
+def _pairs(facts: Facts) -> set[tuple[str, str]]:
+    """Weights and biases that are decided together."""
+    return {
+        (facts.canonical[site.weight], facts.canonical[site.bias])
+        for sites in facts.sites.values()
+        for site in sites
+        if site.bias is not None and _sharded_dim(facts.canonical[site.weight], facts) == 0
+    }
+
+
 def _row(
-    name: str, strategy: str, dim: int | None, ranks: tuple[int, ...] | None, reason: str, facts: Facts
+    name: str,
+    strategy: str,
+    dim: int | None,
+    ranks: tuple[int, ...] | None,
+    reason: str,
+    explanation: str,
+    facts: Facts,
 ) -> PlanRow:
     parameter = facts.parameters[name]
     sites = facts.sites.get(name, ())
@@ -332,6 +390,7 @@ def _row(
         ranks=ranks,
         sites=tuple(dict.fromkeys(f"{site.op} {site.module or site.weight}" for site in sites)),
         reason=reason,
+        explanation=explanation,
         sparse_gradient=any(("sparse", True) in site.options for site in sites),
         aliases=tuple(alias for alias, first in facts.canonical.items() if first == name and alias != name),
     )
