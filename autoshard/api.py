@@ -69,10 +69,12 @@ def autoshard(
     Args:
         model: any module. Batch norm in training sees each rank's own rows, as under DDP.
         mesh: 1-D; all ranks of the default process group if None.
-        plan: "auto" or "colwise" shards whatever has a feature axis; an AutoPlan chooses by the estimated time of a
-            step and the memory of a rank; a ShardingPlan; or {glob of parameter names:
-            "colwise" | "replicate" | Colwise(ranks=...)}, the first glob that matches counts, what none matches is
-            replicated. `Colwise(ranks=(2, 5))` puts the columns of a table on these ranks of the mesh only.
+        plan: "colwise" shards whatever has a feature axis along it; "auto" does, but a linear that can take the columns
+            of what feeds it as they are is sharded along its input axis; an `AutoPlan` chooses by the estimated time of
+            a step and the memory of a rank; a ShardingPlan; or {glob of parameter names: "colwise" | "rowwise" |
+            "replicate" | Colwise(ranks=...)}, the first glob that matches counts, what none matches is replicated.
+            "rowwise" shards the input axis of a linear's weight; its bias stays whole. `Colwise(ranks=(2, 5))` puts the
+            columns of a table on these ranks of the mesh only.
         example_inputs: a tuple of arguments, or (args, kwargs). With them the model is captured by `torch.export`, its
             batch dimension dynamic, and the diff knows every shape.
         input_placement: `Shard(0)`: each rank calls the model with its own batch and gets the result of that;
@@ -135,14 +137,7 @@ def prepare(model: nn.Module, plan: PlanSpec, example_inputs: Any, settings: Set
         ragged=ragged,
         device_type=settings.device_type,
     )
-    context = Context(
-        sharding,
-        settings.group,
-        settings.world_size,
-        settings.batch_sharded,
-        settings.reduction,
-        ragged,
-    )
+    context = Context(sharding, settings.group, settings.world_size, settings.batch_sharded, settings.reduction, ragged)
     diffs = []
     for region in captured.regions:
         before = readable_code(region.graph)
@@ -172,7 +167,7 @@ def _install(
     """Gives the model its shards and its graphs."""
     parameters.shard_parameters(model, prepared.plan, mesh, owners)
     by_name = dict(model.named_parameters(remove_duplicate=False))
-    sharded = {id(by_name[name]) for name in prepared.plan.colwise()}
+    sharded = {id(by_name[name]) for name in prepared.plan.sharded()}
     graphs: dict[int, dict[bool | None, fx.GraphModule]] = {}
     for region in prepared.capture.regions:
         graphs.setdefault(id(region.module), {})[region.mode] = region.graph

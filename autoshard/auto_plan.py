@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-import torch
-from torch import fx, nn
+from torch import nn
 
-from autoshard.capture import Capture, Region
-from autoshard.choices import Group, Option, Setting, Use, Weight, even_memory, even_seconds, in_setting
+from autoshard import survey
+from autoshard.capture import Capture
+from autoshard.choices import Group, Option, Setting, Weight, even_memory, even_seconds, in_setting
 from autoshard.cost import OWNED
 from autoshard.profile import HardwareProfile, profile_of
 from autoshard.search import Chosen, readable, search
-from passes.layout import id_dtype
-from passes.pipeline import differentiable_nodes
-from passes.plan import COLWISE, REPLICATE, Colwise
-from passes.sites import EMBEDDING, EMBEDDING_BAG, LINEAR, Call, Scope, Site, calls, scopes
+from passes.column_flow import Feed
+from passes.plan import COLWISE, REPLICATE, ROWWISE, Colwise
+from passes.sites import LINEAR, Site
 
 _BATCH_SIZE = 1024
 
@@ -44,14 +42,6 @@ class AutoPlan:
 
 
 @dataclasses.dataclass(frozen=True)
-class Feed:
-    """Weights of linears that take, through column-wise work only, what the layers of the `sources` make."""
-
-    sources: tuple[str, ...]
-    linears: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
 class Decided:
     """For each weight the strategy, a short reason, and the explanation; notes for the plan."""
 
@@ -61,21 +51,25 @@ class Decided:
     notes: tuple[str, ...] = ()
 
 
-def allowed_strategies(sites: Sequence[Site], obstacle: str | None, *, sendable: bool) -> tuple[str, ...]:
+def allowed_strategies(sites: Sequence[Site], obstacle: str | None, *, ragged: bool) -> tuple[str, ...]:
     """The strategies among which a weight or bias is decided.
 
     Args:
         sites: its uses.
         obstacle: why it cannot be sharded, or None.
-        sendable: True if ids can be sent to the ranks that own columns without a host synchronisation.
+        ragged: True if the ranks' batches may differ in size: to send ids would take a host synchronisation, and
+            columns are not kept.
     """
     options = {option for site in sites for option in site.options}
     if obstacle is not None:
         return (REPLICATE,)
     if ("sparse", True) in options:  # the gradient of a whole one would be gathered, entry by entry
         return (COLWISE,)
-    owned = sendable and all(site.op != LINEAR for site in sites) and all(name != "max_norm" for name, _ in options)
-    return (COLWISE, REPLICATE, OWNED) if owned else (COLWISE, REPLICATE)
+    if not ragged and all(site.op == LINEAR for site in sites):
+        return (COLWISE, ROWWISE, REPLICATE)
+    if not ragged and all(site.op != LINEAR for site in sites) and all(name != "max_norm" for name, _ in options):
+        return (COLWISE, REPLICATE, OWNED)
+    return (COLWISE, REPLICATE)
 
 
 def decide(
@@ -85,7 +79,6 @@ def decide(
     canonical: Mapping[str, str],
     allowed: Mapping[str, tuple[str, ...]],
     together: Collection[tuple[str, str]],
-    feeds: Sequence[Feed],
     *,
     world_size: int,
     batch_sharded: bool,
@@ -100,7 +93,6 @@ def decide(
         canonical: every name of a parameter -> the first.
         allowed: first name -> the strategies that the weight or bias may have, in the order of the model.
         together: pairs of a weight and a bias, by first names, that have one strategy.
-        feeds: by first names.
         world_size: ranks.
         batch_sharded: True if each rank has its own batch.
         device_type: of the mesh.
@@ -108,7 +100,7 @@ def decide(
     Raises:
         PlanError: if there is no such profile, or the model does not fit.
     """
-    batch = _example_batch(capture)
+    batch = survey.example_batch(capture)
     setting = Setting(
         world_size,
         profile_of(plan.profile, device_type),
@@ -117,9 +109,9 @@ def decide(
         plan.optimizer_states,
         _reduced(parameters, canonical, allowed) if batch_sharded else 0.0,
     )
-    uses = _uses(capture, canonical, parameters, batch, plan.ids_per_bag)
-    weights = {name: _weight(name, parameters[name], uses.get(name, ()), own) for name, own in allowed.items()}
-    groups = group_weights(weights, together, feeds)
+    uses = survey.uses(capture, canonical, parameters, batch, plan.ids_per_bag)
+    weights = {name: survey.weight_of(name, parameters[name], uses.get(name, ()), own) for name, own in allowed.items()}
+    groups = group_weights(weights, together, survey.feeds(capture, canonical, parameters, weights))
     budget = setting.profile.memory if plan.memory_per_rank is None else plan.memory_per_rank
     chosen = search(groups, setting, budget)
     origin = "AutoPlan(batch_size)" if plan.batch_size else "example_inputs" if batch else "assumed"
@@ -161,7 +153,7 @@ def group_weights(
     for feed in feeds:
         sources, linears = (tuple(dict.fromkeys(map(root, names))) for names in (feed.sources, feed.linears))
         names = (*sources, *linears)
-        if len({*names}) == len(names) and not taken & {*names}:
+        if not {*sources} & {*linears} and not taken & {*names}:
             taken.update(names)
             group = Group(
                 tuple(found[name] for name in names),
@@ -179,107 +171,6 @@ def _reduced(parameters: Mapping[str, nn.Parameter], canonical: Mapping[str, str
     """Bytes of the gradients of what stays whole in any case: norms, parameters of no layer."""
     others = [parameters[name] for name in dict.fromkeys(canonical.values()) if name not in decided]
     return float(sum(p.numel() * p.dtype.itemsize for p in others if p.requires_grad))
-
-
-def _weight(name: str, parameter: nn.Parameter, uses: tuple[Use, ...], allowed: tuple[str, ...]) -> Weight:
-    table = not uses or any(use.op != LINEAR for use in uses)
-    height, width = (1, parameter.numel()) if parameter.dim() != 2 else tuple(parameter.shape)
-    if not table:
-        height, width = width, height
-    return Weight(
-        name,
-        height,
-        width,
-        tuple(dataclasses.replace(use, tied=table and use.op == LINEAR) for use in uses),
-        allowed,
-        parameter.dtype.itemsize,
-        id_dtype(height).itemsize,
-        parameter.requires_grad,
-    )
-
-
-# ---------------------------------------------------------------- what the graphs tell
-
-
-def _example_batch(capture: Capture) -> int | None:
-    """Rows of the example inputs: the first dimension of the first tensor that goes into the model."""
-    for region in capture.regions:
-        if not region.path:
-            for node in region.graph.graph.find_nodes(op="placeholder"):
-                shape = _shape(node)
-                if shape:
-                    return shape[0]
-    return None
-
-
-def _shape(node: object) -> tuple[int, ...] | None:
-    """The shape of a node's value in the example, or None if there was none."""
-    value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    if not isinstance(value, torch.Tensor):
-        return None
-    return tuple(int(size.node.hint or 1) if isinstance(size, torch.SymInt) else int(size) for size in value.shape)
-
-
-def _regions(capture: Capture) -> Iterator[Region]:
-    """Those that run in a training step."""
-    modes = {(region.path, region.mode) for region in capture.regions}
-    for region in capture.regions:
-        if region.mode is not False or (region.path, True) not in modes:
-            yield region
-
-
-def _uses(
-    capture: Capture,
-    canonical: Mapping[str, str],
-    parameters: Mapping[str, nn.Parameter],
-    batch: int | None,
-    ids_per_bag: float,
-) -> dict[str, tuple[Use, ...]]:
-    found: dict[str, list[Use]] = {}
-    of_layers: dict[str, list[Use]] = {}
-    for region in _regions(capture):
-        for scope in scopes(region.graph, region.path):
-            carried = differentiable_nodes(scope, inputs=bool(region.path))
-            made = list(calls(scope))
-            shared = Counter((call.input, call.op == LINEAR) for call in made)
-            for call in made:
-                sharers = shared[call.input, call.op == LINEAR]
-                use = _use(call, scope, parameters, batch, ids_per_bag)
-                use = dataclasses.replace(use, sharers=sharers, gradient=call.op == LINEAR and call.input in carried)
-                into = of_layers if region.is_layer else found
-                into.setdefault(canonical[scope.parameters[call.weight]], []).append(use)
-    return {name: tuple(found.get(name) or of_layers[name]) for name in {**of_layers, **found}}
-
-
-def _use(
-    call: Call, scope: Scope, parameters: Mapping[str, nn.Parameter], batch: int | None, ids_per_bag: float
-) -> Use:
-    shape, rows = _shape(call.input), batch or 1
-    offsets, weights = call.options.get("offsets"), call.options.get("per_sample_weights")
-    size = parameters[scope.parameters[call.weight]].dtype.itemsize
-    use = Use(
-        call.op,
-        ids=ids_per_bag if call.op == EMBEDDING_BAG else 1.0,
-        offsets=int(isinstance(offsets, fx.Node)),
-        sample_bytes=size if isinstance(weights, fx.Node) else 0,
-    )
-    if shape is None or batch is None:
-        return use
-    numel = float(torch.Size(shape).numel())
-    if call.op == EMBEDDING:
-        return dataclasses.replace(use, results=numel / rows)
-    if call.op == LINEAR:
-        return dataclasses.replace(use, results=numel / (shape[-1] or 1) / rows)
-    bags = shape[0]
-    if isinstance(offsets, fx.Node):
-        given = _shape(offsets)
-        if given is None:
-            return use
-        bags = given[0] - int(bool(call.options["include_last_offset"]))
-    return dataclasses.replace(use, results=bags / rows, ids=numel / max(bags, 1))
-
-
-# ---------------------------------------------------------------- what a person reads
 
 
 def _decided(

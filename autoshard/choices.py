@@ -11,10 +11,10 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from autoshard.cost import OWNED, ROWWISE, Numbers, Q, Sizes, evaluate, site_cost, weight_cost
+from autoshard.cost import OWNED, Numbers, Q, Sizes, evaluate, site_cost, weight_cost
 from autoshard.profile import COLLECTIVES, HardwareProfile
 from passes.optimize.merge_collectives import BUCKET_BYTES
-from passes.plan import COLWISE, REPLICATE
+from passes.plan import COLWISE, REPLICATE, ROWWISE
 from passes.sites import LINEAR
 
 _LARGEST_PRODUCT = 64  # choices of a group; one of more members is decided for all of them alike
@@ -173,6 +173,7 @@ def _choices(group: Group, setting: Setting) -> Iterator[tuple[tuple[str, ...], 
     product = list(itertools.islice(itertools.product(*allowed), _LARGEST_PRODUCT + 1))
     if len(product) > _LARGEST_PRODUCT:
         product = [tuple(s if s in own else own[-1] for own in allowed) for s in (COLWISE, REPLICATE)]
+        product.append(tuple(ROWWISE if place in group.linears else COLWISE for place in range(len(allowed))))
     for strategies in dict.fromkeys(product):
         kept = bool(group.sources) and _keeps(group, strategies)
         yield strategies, kept, 0

@@ -41,12 +41,11 @@ from typing import Any
 import sympy
 
 from passes import wire
-from passes.plan import COLWISE, REPLICATE
+from passes.plan import COLWISE, REPLICATE, ROWWISE
 from passes.sites import EMBEDDING_BAG, LINEAR
 from passes.traffic import B, Traffic, W, traffic
 
 OWNED = "owned"
-ROWWISE = "rowwise"
 
 
 def _size(name: str) -> sympy.Symbol:
@@ -184,7 +183,7 @@ def _linear(
     else:
         taken = sympy.ceiling(V / W)
         if not from_columns:
-            moves += wire.own_columns(B * N * V * E, batch_sharded=batch_sharded, gradient=gradient)
+            moves += wire.own_columns(B * N / M, V, E, batch_sharded=batch_sharded, gradient=gradient)
             copied = 2 * (rows * taken + B * N * V) * E
         moves += wire.summed(B * N * D * E, batch_sharded=batch_sharded)
     product = Work(2 * rows * taken * made, (taken * made + rows * taken + rows * made) * E)

@@ -24,7 +24,7 @@ from autoshard.materialize import initialise, uninitialised
 from autoshard.mesh import is_of_owners
 from passes.errors import ConsumedError, describe
 from passes.layout import chunk_offset, chunk_sizes
-from passes.plan import COLWISE, PlanRow, ShardingPlan
+from passes.plan import REPLICATE, PlanRow, ShardingPlan
 
 _LOCAL = "_autoshard_local_parameters"
 
@@ -87,7 +87,7 @@ def shard_parameters(
         mesh: 1-D, in the order of its process group.
         owners: the meshes of tables that are on some of the ranks.
     """
-    sharded = {row.parameter: row for row in plan.rows if row.strategy == COLWISE}
+    sharded = {row.parameter: row for row in plan.rows if row.strategy != REPLICATE}
     sparse = {row.parameter for row in plan.rows if row.sparse_gradient}
     fresh = uninitialised(model)
     names: dict[int, str] = {}

@@ -1,7 +1,8 @@
 """From sites to a plan: which parameters are sharded, and for every one that is not, why.
 
 A parameter is sharded along its feature axis only if every use of it is a site that takes it so. A weight and its bias
-are decided together. Everything else is replicated, with the reason in its row.
+are decided together, but that of a linear which is sharded along its input axis ("rowwise"): it is added whole, once.
+Everything else is replicated, with the reason in its row.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 from torch import nn
 
-from autoshard import hazards, ownership
+from autoshard import hazards, ownership, rowwise
 from autoshard.auto_plan import AutoPlan, Decided, allowed_strategies, decide
 from autoshard.capture import Capture
 from passes.errors import PlanError, describe
-from passes.plan import COLWISE, REPLICATE, STRATEGIES, Colwise, PlanRow, ShardingPlan
+from passes.plan import COLWISE, REPLICATE, ROWWISE, STRATEGIES, Colwise, PlanRow, ShardingPlan
 from passes.sites import LAYER_TYPES, LINEAR, OtherUse, Site, find_other_uses, find_sites
 
 Strategy = str | Colwise
@@ -118,8 +119,9 @@ def make_plan(
     Args:
         model: the model, still with whole parameters.
         capture: its graphs.
-        spec: "auto" or "colwise" (shard whatever has a feature axis), an AutoPlan, a ShardingPlan, or globs over
-            parameter names -> strategy, of which the first that matches counts; what no glob matches is replicated.
+        spec: "colwise" (shard whatever has a feature axis), "auto" (the same, but rowwise the linears that take columns
+            as they are), an AutoPlan (by estimated time), a ShardingPlan, or globs over parameter names -> strategy, of
+            which the first that matches counts; what no glob matches is replicated.
         world_size: ranks in the mesh.
         batch_sharded: True if each rank has its own batch.
         ragged: the weights at whose sites the ranks' batches may differ in size.
@@ -128,7 +130,7 @@ def make_plan(
     Raises:
         PlanError: for a strategy that does not exist, a glob that matches nothing, a weight that is not floating
             point, a parameter that is asked for by its full name and cannot be sharded, one that is wanted on some
-            of the ranks and cannot be, or a model that does not fit.
+            of the ranks and cannot be, or one that is wanted rowwise and is no linear's; for a model that does not fit.
     """
     facts = gather_facts(model, capture)
     weights = _weights(model, facts)
@@ -141,24 +143,27 @@ def make_plan(
         wanted = {name: (decided.strategies[name], obstructed.get(name, decided.reasons[name])) for name in weights}
     else:
         wanted = _wanted(spec, weights, facts)
-    obstacles = {name: _obstacle(name, facts) for name in weights}
+    if spec == "auto":
+        free = {name for name in weights if _obstacle(name, facts) is None}.difference(ragged)
+        for name, why in rowwise.pair_rowwise(capture, facts.canonical, facts.parameters, free, world_size).items():
+            wanted[name] = ROWWISE, f'plan "auto", {why}'
+    by_rows = _by_rows(wanted, facts)
+    obstacles = {name: _obstacle(name, facts, by_rows) for name in weights}
     for name in weights:
-        want, source = wanted[name]
+        (want, source), uses = wanted[name], facts.sites.get(name, ())
         if isinstance(want, Colwise):
-            uses = facts.sites.get(name, ())
             ownership.require_possible(name, want, source, uses, obstacles[name], world_size, batch_sharded)
-    strategies = {
-        name: COLWISE if wanted[name][0] != REPLICATE and obstacles[name] is None else REPLICATE for name in weights
-    }
+    strategies = {name: _strategy(name, wanted[name][0], obstacles[name], by_rows) for name in weights}
     followed = _decide_together(strategies, facts)
     rows = []
     for name in weights:
         strategy, (want, source) = strategies[name], wanted[name]
-        if strategy == COLWISE:
-            dim = _sharded_dim(name, facts)
+        if strategy != REPLICATE:
+            dim = _sharded_dim(name, facts, by_rows)
             columns = facts.parameters[name].size(dim)
             ranks = ownership.owners(want, columns, world_size)
-            reason = f"{source}: {columns} columns, {-(-columns // len(ranks or range(world_size)))} per rank"
+            kind = "input columns" if strategy == ROWWISE else "columns"
+            reason = f"{source}: {columns} {kind}, {-(-columns // len(ranks or range(world_size)))} per rank"
             reason += ownership.reason(want, ranks, world_size, facts.parameters[name].size(0))
             if len({feature_dim(site.op) for site in facts.sites[name]}) > 1:
                 reason += "; tied: the linear takes its input columns"
@@ -181,9 +186,7 @@ def _decide(
     device_type: str,
 ) -> Decided:
     allowed = {
-        name: allowed_strategies(
-            facts.sites.get(name, ()), _obstacle(name, facts), sendable=batch_sharded and name not in ragged
-        )
+        name: allowed_strategies(facts.sites.get(name, ()), _obstacle(name, facts), ragged=name in ragged)
         for name in weights
     }
     return decide(
@@ -192,19 +195,43 @@ def _decide(
         facts.parameters,
         facts.canonical,
         allowed,
-        _pairs(facts),
-        (),
+        _pairs(facts, ()),
         world_size=world_size,
         batch_sharded=batch_sharded,
         device_type=device_type,
     )
 
 
-def _sharded_dim(name: str, facts: Facts) -> int:
-    """The feature axis. A table that is tied to a linear keeps its own, which is the linear's input axis."""
+def _sharded_dim(name: str, facts: Facts, by_rows: Collection[str]) -> int:
+    """The feature axis, or the input axis of what is in `by_rows`.
+
+    A table that is tied to a linear keeps its feature axis, which is the linear's input axis.
+    """
     if facts.parameters[name].dim() == 1:
         return 0
-    return max(feature_dim(site.op) for site in facts.sites[name])
+    return 1 if name in by_rows else max(feature_dim(site.op) for site in facts.sites[name])
+
+
+def _by_rows(wanted: Mapping[str, tuple[Strategy, str]], facts: Facts) -> frozenset[str]:
+    """The linears' weights that are wanted rowwise, and can be.
+
+    Raises:
+        PlanError: for what is wanted rowwise and is no linear's weight, nor the bias of one that is.
+    """
+    chosen = {name: source for name, (want, source) in wanted.items() if want == ROWWISE}
+    weights: set[str] = set()
+    for name, source in chosen.items():
+        used = {facts.canonical[site.weight]: site for site in facts.sites.get(name, ())}
+        rowwise.require_linear(name, source, [site for weight, site in used.items() if weight not in chosen], "a bias")
+        rowwise.require_linear(name, source, [site for site in used.values() if site.op != LINEAR], "a table")
+        weights |= used.keys()
+    return frozenset(name for name in weights if _obstacle(name, facts) is None)
+
+
+def _strategy(name: str, want: Strategy, obstacle: str | None, by_rows: Collection[str]) -> str:
+    if want == REPLICATE or obstacle is not None:
+        return REPLICATE
+    return ROWWISE if name in by_rows else COLWISE
 
 
 def _weights(model: nn.Module, facts: Facts) -> list[str]:
@@ -276,13 +303,15 @@ def _match_globs(spec: Mapping[str, Strategy], weights: list[str], facts: Facts)
                     "Correct the name, or take the entry out.",
                 )
             )
-        if strategy != REPLICATE and glob in facts.parameters:
-            _require_shardable(glob, facts)
     wanted: dict[str, tuple[Strategy, str]] = {}
     for name in weights:
         names = [alias for alias, first in facts.canonical.items() if first == name]
         hit = next((g for g in spec if any(_matches(n, g, facts) for n in names)), None)
         wanted[name] = (REPLICATE, "no entry of the plan names it") if hit is None else (spec[hit], f"plan {hit!r}")
+    by_rows = _by_rows(wanted, facts)
+    for glob, strategy in spec.items():
+        if strategy != REPLICATE and glob in facts.parameters:
+            _require_shardable(glob, facts, by_rows)
     return wanted
 
 
@@ -291,8 +320,8 @@ def _matches(name: str, entry: str, facts: Facts) -> bool:
     return name == entry if entry in facts.parameters else fnmatch.fnmatchcase(name, entry)
 
 
-def _require_shardable(name: str, facts: Facts) -> None:
-    obstacle = _obstacle(facts.canonical[name], facts)
+def _require_shardable(name: str, facts: Facts, by_rows: Collection[str]) -> None:
+    obstacle = _obstacle(facts.canonical[name], facts, by_rows)
     if obstacle is not None:
         raise PlanError(
             describe(
@@ -315,8 +344,8 @@ def _unknown_strategy(place: str, found: object, allowed: tuple[str, ...]) -> Pl
     )
 
 
-def _obstacle(name: str, facts: Facts) -> str | None:
-    """Why a parameter cannot be sharded along its feature axis, or None if it can."""
+def _obstacle(name: str, facts: Facts, by_rows: Collection[str] = ()) -> str | None:
+    """Why a parameter cannot be sharded, or None if it can; `by_rows` are the weights whose input axis is sharded."""
     parameter, sites = facts.parameters[name], facts.sites.get(name, ())
     if name in facts.readers:
         return f"read by the code of {', '.join(facts.readers[name])}, which runs as it is"
@@ -330,8 +359,10 @@ def _obstacle(name: str, facts: Facts) -> str | None:
     if as_bias and len(as_bias) < len(sites):
         return "used as a weight and as a bias"
     if as_bias:
-        if any(_sharded_dim(facts.canonical[site.weight], facts) == 1 for site in as_bias):
-            return "the bias of a linear that is tied to a table: added once, after the sum over ranks"
+        partial = [w for site in as_bias if _sharded_dim(w := facts.canonical[site.weight], facts, by_rows) == 1]
+        if partial:
+            kind = "is sharded by input column" if partial[0] in by_rows else "is tied to a table"
+            return f"the bias of a linear that {kind}: added once, after the sum over ranks"
         outs = {facts.parameters[site.weight].shape[:1] for site in as_bias}
         return None if outs == {parameter.shape} else "a bias that is broadcast has no feature axis"
     if parameter.dim() != 2:
@@ -346,27 +377,28 @@ def _is_bias(name: str, site: Site, facts: Facts) -> bool:
 def _decide_together(strategies: dict[str, str], facts: Facts) -> dict[str, str]:
     """Replicates, until nothing changes, a weight or bias whose partner is replicated; returns the reasons."""
     reasons: dict[str, str] = {}
-    pairs = _pairs(facts)
+    by_rows = {name for name, strategy in strategies.items() if strategy == ROWWISE}
+    pairs = _pairs(facts, by_rows)
     changed = True
     while changed:
         changed = False
         for pair in sorted(pairs):
             if len({strategies[name] for name in pair}) > 1:
                 cause = next(name for name in pair if strategies[name] == REPLICATE)
-                follower = next(name for name in pair if strategies[name] == COLWISE)
+                follower = next(name for name in pair if strategies[name] != REPLICATE)
                 strategies[follower] = REPLICATE
                 reasons[follower] = f"as {cause}, which it is used with"
                 changed = True
     return reasons
 
 
-def _pairs(facts: Facts) -> set[tuple[str, str]]:
+def _pairs(facts: Facts, by_rows: Collection[str]) -> set[tuple[str, str]]:
     """Weights and biases that are decided together."""
     return {
-        (facts.canonical[site.weight], facts.canonical[site.bias])
+        (weight, facts.canonical[site.bias])
         for sites in facts.sites.values()
         for site in sites
-        if site.bias is not None and _sharded_dim(facts.canonical[site.weight], facts) == 0
+        if site.bias is not None and _sharded_dim(weight := facts.canonical[site.weight], facts, by_rows) == 0
     }
 
 

@@ -46,8 +46,8 @@ class Edit:
         graph: path of the traced module.
         node: the node that was rewritten, by its name before.
         module: path of the layer.
-        op: "embedding", "embedding_bag", "linear" or "parameter".
-        parameter: name of the weight in the model.
+        op: "embedding", "embedding_bag", "linear", "parameter" or "collective".
+        parameter: name of the weight in the model, "-" for an edit that is of no weight.
         what: what was done.
         why: the plan's reason.
         placement: of the activation, from the layer's input to its output.

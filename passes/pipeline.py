@@ -16,6 +16,7 @@ from passes.graph_pass import Context, Edit, PlannedPass
 from passes.normalize import FoldFixedBags, FoldRenorm, InlineLayers, InlineModes
 from passes.ops import redistribute
 from passes.ops.renorm import renorm
+from passes.optimize.keep_columns import KeepColumns
 from passes.optimize.merge_collectives import MergeCollectives
 from passes.rewrite import embedding, embedding_bag, linear, owned, parameters
 from passes.rewrite.sandwich import Known, Sandwich
@@ -67,7 +68,7 @@ class RewriteSites(PlannedPass):
 
     def call(self, graph_module: fx.GraphModule) -> PassResult:
         before = len(self.edits)
-        sharded = self._context.plan.colwise()
+        sharded = self._context.plan.sharded()
         for scope in scopes(graph_module, self._prefix):
             differentiable, known = differentiable_nodes(scope, inputs=bool(self._prefix)), Known(scope.graph_module)
             for call in calls(scope):
@@ -87,7 +88,7 @@ class RewriteSites(PlannedPass):
 
     def ensures(self, graph_module: fx.GraphModule) -> None:
         """No site of a sharded weight is left."""
-        sharded = self._context.plan.colwise()
+        sharded = self._context.plan.sharded()
         for scope in scopes(graph_module, self._prefix):
             for call in calls(scope):
                 name = scope.parameters[call.weight]
@@ -107,7 +108,7 @@ class ReplicateParameters(PlannedPass):
 
     def call(self, graph_module: fx.GraphModule) -> PassResult:
         before = len(self.edits)
-        sharded = self._context.plan.colwise()
+        sharded = self._context.plan.sharded()
         for scope in scopes(graph_module, self._prefix):
             nested = nested_call_users(scope.graph_module)
             for node, name in scope.parameters.items():
@@ -224,11 +225,13 @@ def shard_graph(
     Raises:
         RewriteError: if a planned site was not rewritten or the graph is not well formed afterwards.
     """
+    keep = KeepColumns(context, model_parameters, prefix)
     merge = MergeCollectives(context, model_parameters, prefix)
     passes = [
         SendToOwners(context, model_parameters, prefix),
         RewriteSites(context, model_parameters, prefix),
         ReplicateParameters(context, model_parameters, prefix),
+        keep,
         merge,
     ]
     for graph_pass in passes:
@@ -241,7 +244,7 @@ def shard_graph(
         shards |= _shards(scope, context)
     if not context.ragged:  # sizes that travel have no value on fake tensors
         check_shapes(graph_module, shards, prefix)
-    edits = [edit for graph_pass in passes for edit in graph_pass.edits]
+    edits = keep.amended(edit for graph_pass in passes for edit in graph_pass.edits)
     placed = [dataclasses.replace(edit, node=merge.moved.get((edit.graph, edit.node), edit.node)) for edit in edits]
     return [_in_batch(edit, symbol) for edit in placed]
 

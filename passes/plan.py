@@ -12,8 +12,9 @@ from passes.errors import PlanError, describe
 from passes.layout import owner_sizes
 
 COLWISE = "colwise"
+ROWWISE = "rowwise"
 REPLICATE = "replicate"
-STRATEGIES = (COLWISE, REPLICATE)
+STRATEGIES = (COLWISE, ROWWISE, REPLICATE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +37,8 @@ class PlanRow:
         parameter: name in the model; a tied parameter goes by its first name.
         shape: of the whole parameter.
         dtype: as torch prints it, without "torch.".
-        strategy: "colwise" (sharded along the feature axis) or "replicate".
+        strategy: "colwise" (sharded along the feature axis), "rowwise" (a linear's weight, sharded along its input
+            axis) or "replicate".
         dim: the dimension that is sharded, None if none is.
         sites: the layers that use it, as "op module.path".
         reason: why this strategy.
@@ -108,9 +110,11 @@ class ShardingPlan:
         lines = [f"{row.parameter} ({shape}, {row.dtype}): {_strategy(row)}", row.reason, row.explanation]
         return "\n  ".join(line.replace("\n", "\n  ") for line in lines if line)
 
-    def colwise(self) -> frozenset[str]:
-        """All names of the parameters that are sharded along their feature axis."""
-        return frozenset(name for row in self.rows if row.strategy == COLWISE for name in (row.parameter, *row.aliases))
+    def sharded(self) -> frozenset[str]:
+        """All names of the parameters that are sharded."""
+        return frozenset(
+            name for row in self.rows if row.strategy != REPLICATE for name in (row.parameter, *row.aliases)
+        )
 
     def has_owners(self, parameter: str) -> bool:
         """True for a parameter whose columns are on some of the ranks only."""

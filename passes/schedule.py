@@ -17,6 +17,8 @@ _MODE_CHANGES = (
     torch.amp.autocast_mode._enter_autocast,
     torch.amp.autocast_mode._exit_autocast,
 )
+_IN_PLACE = "setitem delitem iadd iand ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor"
+_WRITING_OPERATORS = frozenset(getattr(operator, name) for name in _IN_PLACE.split())
 _RANDOM = ("dropout", "rand", "bernoulli", "multinomial", "normal", "poisson", "rrelu", "exponential")
 _PURE_LAYERS = ("activation", "flatten", "linear", "loss", "normalization", "padding", "pooling")
 _RANDOM_LAYERS = (nn.MultiheadAttention, nn.RReLU)
@@ -27,7 +29,7 @@ class Schedule:
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
         nodes = list(graph_module.graph.nodes)
-        self._barriers = [node for node in nodes if _may_write(node) or node.target in _MODE_CHANGES]
+        self._barriers = [node for node in nodes if may_write(node) or node.target in _MODE_CHANGES]
         self._renorms = [node for node in nodes if node.target is renorm]
 
     def hoist(
@@ -79,8 +81,8 @@ def _is_pure(node: fx.Node) -> bool:
     if node.op == "get_attr":
         return True
     if node.op == "call_module":
-        return _is_pure_layer(_layer(node))
-    if node.op not in ("call_function", "call_method") or node.target is renorm or _may_write(node):
+        return _is_pure_layer(layer_of(node))
+    if node.op not in ("call_function", "call_method") or node.target is renorm or may_write(node):
         return False
     return not _is_random(node)
 
@@ -103,24 +105,25 @@ def _is_harmless_layer(layer: nn.Module) -> bool:
     return of_torch and not getattr(layer, "inplace", False) and not has_hooks(layer)
 
 
-def _layer(node: fx.Node) -> nn.Module:
+def layer_of(node: fx.Node) -> nn.Module:
+    """The layer that a call_module node calls."""
     assert node.graph.owning_module is not None
     return node.graph.owning_module.get_submodule(str(node.target))
 
 
-def _may_write(node: fx.Node) -> bool:
+def may_write(node: fx.Node) -> bool:
     """True for a node that may write into a tensor that another one reads, but for a renorm, which writes a table."""
     if node.op == "call_method":
         return str(node.target).endswith("_")
     if node.op == "call_module":
-        return not _is_harmless_layer(_layer(node))
+        return not _is_harmless_layer(layer_of(node))
     if node.op != "call_function":
         return False
     schema = getattr(node.target, "_schema", None)
     if schema is not None:
         return bool(schema.is_mutable)
     name = getattr(node.target, "__name__", "")
-    return name.endswith("_") or node.target is operator.setitem or _is_inplace(node) or "out" in node.kwargs
+    return name.endswith("_") or node.target in _WRITING_OPERATORS or _is_inplace(node) or "out" in node.kwargs
 
 
 def _is_inplace(node: fx.Node) -> bool:

@@ -38,18 +38,21 @@ def spread(
         gradient: True if a gradient goes back.
         ragged: True if each rank's columns are padded to those of the widest.
     """
-    padded = sympy.ceiling(sympy.sympify(num_columns) / W)
-    if not batch_sharded:
-        return [("all_gather", FORWARD, rows * padded * itemsize)]
-    width = padded * W if ragged else num_columns
-    return [("all_to_all", direction, rows * width * itemsize) for direction in _directions(gradient)]
-
-
-def own_columns(nbytes: sympy.Expr, *, batch_sharded: bool, gradient: bool) -> list[Move]:
-    """Every rank gets its columns of all rows: Shard(0) -> Shard(-1), or Replicate -> Shard(-1)."""
     if batch_sharded:
-        return [("all_to_all", direction, nbytes) for direction in _directions(gradient)]
-    return [("all_gather", BACKWARD, nbytes / W)] if gradient else []
+        return _exchanged(rows, num_columns, itemsize, gradient, ragged)
+    return [("all_gather", FORWARD, rows * _widest(num_columns) * itemsize)]
+
+
+def own_columns(
+    rows: sympy.Expr, num_columns: Any, itemsize: Any, *, batch_sharded: bool, gradient: bool, ragged: bool = False
+) -> list[Move]:
+    """Every rank gets its columns of all rows: Shard(0) -> Shard(-1), or Replicate -> Shard(-1).
+
+    The arguments are those of `spread`.
+    """
+    if batch_sharded:
+        return _exchanged(rows, num_columns, itemsize, gradient, ragged)
+    return [("all_gather", BACKWARD, rows * _widest(num_columns) * itemsize)] if gradient else []
 
 
 def summed(nbytes: sympy.Expr, *, batch_sharded: bool) -> list[Move]:
@@ -72,6 +75,16 @@ def sent_sizes(owners: Any) -> list[Move]:
 def reduced(nbytes: sympy.Expr, *, batch_sharded: bool) -> list[Move]:
     """The gradient of a parameter that every rank holds whole; with replicated rows it is whole on every rank."""
     return [("all_reduce", BACKWARD, nbytes)] if batch_sharded else []
+
+
+def _exchanged(rows: sympy.Expr, num_columns: Any, itemsize: Any, gradient: bool, ragged: bool) -> list[Move]:
+    width = _widest(num_columns) * W if ragged else num_columns
+    return [("all_to_all", direction, rows * width * itemsize) for direction in _directions(gradient)]
+
+
+def _widest(num_columns: Any) -> sympy.Expr:
+    """The columns of the rank that has most."""
+    return sympy.ceiling(sympy.sympify(num_columns) / W)
 
 
 def _directions(gradient: bool) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autoshard import AutoPlan, HardwareProfile, PlanError, ShardingPlan, autoshard, calibrate, sharding_plan
+from autoshard import AutoPlan, HardwareProfile, PlanError, ShardingPlan, autoshard, calibrate, sharding_plan, survey
 from autoshard.auto_plan import group_weights
 from autoshard.capture import capture
 from autoshard.choices import Group, Setting, Use, Weight, options, step_seconds
@@ -25,8 +25,9 @@ from autoshard.export import capture_export
 from autoshard.planner import make_plan
 from autoshard.profile import PROFILES, Link, profile_of
 from autoshard.search import Chosen, search
+from passes.column_flow import Feed
 from passes.pipeline import normalize
-from passes.plan import COLWISE, REPLICATE
+from passes.plan import COLWISE, REPLICATE, ROWWISE
 from passes.sites import EMBEDDING, EMBEDDING_BAG, LINEAR
 from tests.pool import Pool
 
@@ -219,23 +220,21 @@ def test_the_plan_does_not_depend_on_hashes() -> None:
 
 
 def test_a_bias_goes_with_its_weight_and_every_other_feed_of_a_chain_is_a_group() -> None:
-    from autoshard.auto_plan import Feed
-
     names = ("a", "b", "c", "d")
-    weights = {name: Weight(name, 8, 8, (Use(LINEAR),), (COLWISE, "rowwise", REPLICATE)) for name in names}
-    weights["bias"] = Weight("bias", 1, 8, (), (COLWISE, "rowwise", REPLICATE))
-    feeds = [Feed((one,), (other,)) for one, other in itertools.pairwise(names)]
+    weights = {name: Weight(name, 8, 8, (Use(LINEAR),), (COLWISE, ROWWISE, REPLICATE)) for name in names}
+    weights["bias"] = Weight("bias", 1, 8, (), (COLWISE, ROWWISE, REPLICATE))
+    feeds = [Feed((one,), (other,), 8) for one, other in itertools.pairwise(names)]
     groups = group_weights(weights, [("b", "bias")], feeds)
     assert [[w.name for w in group.weights] for group in groups] == [["a", "b", "bias"], ["c", "d"]]
     assert all(group.sources == (0,) and group.linears == (1,) for group in groups)
 
 
 def test_replicated_inputs_take_the_pair_that_keeps_columns() -> None:
-    up = Weight("up", 1024, 4096, (Use(LINEAR),), (COLWISE, "rowwise", REPLICATE))
-    down = Weight("down", 4096, 1024, (Use(LINEAR, gradient=True),), (COLWISE, "rowwise", REPLICATE))
+    up = Weight("up", 1024, 4096, (Use(LINEAR),), (COLWISE, ROWWISE, REPLICATE))
+    down = Weight("down", 4096, 1024, (Use(LINEAR, gradient=True),), (COLWISE, ROWWISE, REPLICATE))
     group = Group(((up,), (down,)), (0,), (1,))
     option = search([group], Setting(8, H100, 8192, batch_sharded=False), 80e9).options[0]
-    assert (option.strategies, option.kept) == ((COLWISE, "rowwise"), True)
+    assert (option.strategies, option.kept) == ((COLWISE, ROWWISE), True)
     # The Megatron count: one all_reduce forward; backward none for an input without a gradient.
     assert option.messages == (0, 0, 0, 1)
 
@@ -355,15 +354,13 @@ class Shapes(nn.Module):
 
 
 def test_the_sizes_of_sites_are_those_of_the_example() -> None:
-    from autoshard.auto_plan import _uses
-
     model = Shapes()
     found = capture_export(model, (torch.randint(0, 50, (4, 7)),))
     for region in found.regions:
         normalize(region.graph)
     parameters = dict(model.named_parameters())
-    uses = _uses(found, {name: name for name in parameters}, parameters, 4, 1.0)
-    assert uses == {
+    found_uses = survey.uses(found, {name: name for name in parameters}, parameters, 4, 1.0)
+    assert found_uses == {
         "bag.weight": (Use(EMBEDDING_BAG, results=1, ids=7, sharers=2),),
         "word.weight": (Use(EMBEDDING, results=7, sharers=2),),
         "out.weight": (Use(LINEAR, results=7, gradient=True),),

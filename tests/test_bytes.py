@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -13,20 +14,23 @@ from autoshard import autoshard, graph_diff
 from passes.traffic import BACKWARD, FORWARD, B, W
 from tests.compare import loss_of
 from tests.counting import counting_mesh
-from tests.models import model_of
+from tests.models import Model, model_of
 from tests.pool import Pool
 
 Seen = tuple[dict[tuple[str, str], float], dict[tuple[str, str], float]]
 
 
 def said_and_seen(mesh: DeviceMesh, name: str, rows: int, replicated: bool) -> Seen:
+    return said_and_seen_of(mesh, model_of(name), rows, replicated)
+
+
+def said_and_seen_of(mesh: DeviceMesh, case: Model, rows: int, replicated: bool, plan: Any = "auto") -> Seen:
     """(direction, collective) -> bytes: what the diff says of all ranks, and what this rank's group counted."""
     counted, counter = counting_mesh(mesh)
-    case = model_of(name)
     world, rank = (1, 0) if replicated else (mesh.size(), mesh.get_local_rank())
     inputs = case.split(world, rows, 0)[0][rank]
     placement = Replicate() if replicated else Shard(0)
-    sharded = autoshard(case.make(), counted, example_inputs=inputs, input_placement=placement)
+    sharded = autoshard(case.make(), counted, plan, example_inputs=inputs, input_placement=placement)
     diff = graph_diff(sharded)
     said: Counter[tuple[str, str]] = Counter()
     for edit in diff.edits:
@@ -51,6 +55,10 @@ def said_and_seen(mesh: DeviceMesh, name: str, rows: int, replicated: bool) -> S
 
 def require_said_is_seen(pool: Pool, model: str, world_size: int, rows: int, replicated: bool) -> None:
     results = pool.run(said_and_seen, model, rows, replicated, world_size=world_size, fresh_dynamo=True, timeout=180)
+    require_equal_bytes(results)
+
+
+def require_equal_bytes(results: list[Seen]) -> None:
     seen: Counter[tuple[str, str]] = Counter()
     for _, own in results:
         seen.update(own)

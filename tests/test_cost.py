@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import sympy
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
@@ -25,7 +26,7 @@ from autoshard.cost import (
     site_cost,
     weight_cost,
 )
-from passes.plan import COLWISE, REPLICATE
+from passes.plan import COLWISE, REPLICATE, ROWWISE
 from passes.sites import EMBEDDING, EMBEDDING_BAG, LINEAR
 from passes.traffic import BACKWARD, FORWARD
 from tests.counting import counting_mesh
@@ -99,6 +100,40 @@ class First(nn.Module):
         return self.linear(ids.to(self.linear.weight.dtype))
 
 
+class Pair(nn.Module):
+    """ids (B, 3) -> (B, 4): D columns go from one linear to the next."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(3, width), nn.Linear(width, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.two(self.one(ids.to(self.one.weight.dtype)).relu())
+
+
+class Projected(nn.Module):
+    """ids (B, 3) -> (B, 3, 4): D columns go from a table to a linear."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.one, self.two = nn.Embedding(V, width), nn.Linear(width, 4, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.two(self.one(ids).sin())
+
+
+class Tied(nn.Module):
+    """ids (B, 3) -> (B, 3, V), by one weight."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.one, self.two = nn.Embedding(V, width), nn.Linear(width, V, bias=False)
+        self.two.weight = self.one.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.two(F.layer_norm(self.one(ids), self.one.weight.shape[1:]))
+
+
 def weight(strategy: str, height: int, width: int, **options: Any) -> Callable[[int, bool], tuple[Cost, Sizes]]:
     """The cost of a weight, given the ranks and whether the batch is sharded."""
 
@@ -109,13 +144,28 @@ def weight(strategy: str, height: int, width: int, **options: Any) -> Callable[[
 
 
 def site(
-    op: str, strategy: str, height: int, width: int, *, gradient: bool = True, **options: Any
+    op: str,
+    strategy: str,
+    height: int,
+    width: int,
+    *,
+    gradient: bool = True,
+    from_columns: bool = False,
+    to_columns: bool = False,
+    **options: Any,
 ) -> Callable[[int, bool], tuple[Cost, Sizes]]:
     """The cost of a site."""
 
     def cost(world: int, sharded: bool) -> tuple[Cost, Sizes]:
         return (
-            site_cost(op, strategy, batch_sharded=sharded, gradient=gradient),
+            site_cost(
+                op,
+                strategy,
+                batch_sharded=sharded,
+                gradient=gradient,
+                from_columns=from_columns,
+                to_columns=to_columns,
+            ),
             Sizes(ROWS, world, height, width, e=8, **options),
         )
 
@@ -161,7 +211,7 @@ def _dense(strategy: str) -> Callable[[int], list[Any]]:
         weight(REPLICATE, V, 6),
         site(LINEAR, strategy, 6, width, n=3),
         weight(strategy, 6, width),
-        weight(strategy, 1, width),
+        weight(REPLICATE if strategy == ROWWISE else strategy, 1, width),
     ]
 
 
@@ -173,15 +223,46 @@ def _first(strategy: str) -> Callable[[int], list[Any]]:
     ]
 
 
+def _pair(width: int) -> list[Any]:
+    return [
+        site(LINEAR, COLWISE, 3, width, gradient=False, to_columns=True),
+        weight(COLWISE, 3, width),
+        weight(COLWISE, 1, width),
+        site(LINEAR, ROWWISE, width, 4, from_columns=True),
+        weight(ROWWISE, width, 4),
+        weight(REPLICATE, 1, 4),
+    ]
+
+
+def _projected(width: int) -> list[Any]:
+    return [
+        site(EMBEDDING, COLWISE, V, width, n=3, to_columns=True),
+        weight(COLWISE, V, width),
+        site(LINEAR, ROWWISE, width, 4, n=3, from_columns=True),
+        weight(ROWWISE, width, 4),
+    ]
+
+
+def _tied(width: int) -> list[Any]:
+    return [
+        site(EMBEDDING, COLWISE, V, width, n=3),
+        site(LINEAR, ROWWISE, width, V, n=3),
+        weight(COLWISE, V, width),
+    ]
+
+
 CASES = {
     **_of_table(Bag, EMBEDDING_BAG, L=3),
     **_of_table(WeightedBags, EMBEDDING_BAG, L=2, o=1, q=8),
     **_of_table(Lookup, EMBEDDING, n=3),
     "tables of the same ids": Case(Twice, {"*": COLWISE}, _twice),
-    **{f"linear {s}": Case(Dense, {"linear.*": s}, _dense(s)) for s in (COLWISE, REPLICATE)},
+    **{f"linear {s}": Case(Dense, {"linear.*": s}, _dense(s)) for s in (COLWISE, REPLICATE, ROWWISE)},
     **{f"first linear {s}": Case(First, {"*": s}, _first(s)) for s in (COLWISE, REPLICATE)},
+    "pair": Case(Pair, {"one.*": COLWISE, "two.*": ROWWISE}, _pair),
+    "table and linear": Case(Projected, {"one.*": COLWISE, "two.*": ROWWISE}, _projected),
+    "tied": Case(Tied, {"*": COLWISE}, _tied),
 }
-QUICK = ("Bag colwise", "Bag one owner", "linear colwise", "linear replicate")
+QUICK = ("Bag colwise", "Bag one owner", "linear colwise", "pair")
 Bytes = dict[tuple[str, str], float]
 
 
@@ -243,11 +324,7 @@ def test_with_fewer_columns_than_ranks(pool: Pool, name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        n if n in ("Bag colwise", "linear colwise") else pytest.param(n, marks=pytest.mark.slow)
-        for n in CASES
-        if "owner" not in n
-    ],
+    [n if n == "pair" else pytest.param(n, marks=pytest.mark.slow) for n in CASES if "owner" not in n],
 )
 def test_with_replicated_inputs(pool: Pool, name: str) -> None:
     require_equal(pool, name, 7, 3, batch_sharded=False)
@@ -306,7 +383,7 @@ def test_one_rank_puts_nothing_on_the_wire(op: str) -> None:
 
 def test_memory_is_that_of_the_widest_shard_with_gradient_and_states() -> None:
     sizes = Sizes(8, 3, 10, 7, k=2, s=2)
-    held = {REPLICATE: 70, COLWISE: 30, OWNED: 40, "rowwise": 28}
+    held = {REPLICATE: 70, COLWISE: 30, OWNED: 40, ROWWISE: 28}
     for strategy, elements in held.items():
         assert evaluate(weight_cost(strategy), sizes).memory == 4 * 4 * elements
         assert evaluate(weight_cost(strategy, trained=False), sizes).memory == 4 * elements
@@ -317,5 +394,5 @@ def test_a_product_has_two_flops_per_weight_and_row_in_each_of_three_products() 
     whole = evaluate(site_cost(LINEAR, REPLICATE), sizes)
     assert whole.flops == 3 * 2 * 8 * 3 * 10 * 6
     assert evaluate(site_cost(LINEAR, COLWISE), sizes).flops == whole.flops
-    assert evaluate(site_cost(LINEAR, "rowwise"), sizes).flops == whole.flops
+    assert evaluate(site_cost(LINEAR, ROWWISE), sizes).flops == whole.flops
     assert evaluate(site_cost(LINEAR, REPLICATE, gradient=False, trained=False), sizes).flops == whole.flops / 3

@@ -319,7 +319,7 @@ def test_a_glob_may_use_any_name_of_a_tied_parameter() -> None:
     plan = plan_for("tied_tables", {"other.weight": "colwise"})
     assert strategies(plan) == {"one.weight": "colwise"}
     assert plan.row("other.weight") is plan.row("one.weight")
-    assert plan.colwise() == {"one.weight", "other.weight"}
+    assert plan.sharded() == {"one.weight", "other.weight"}
 
 
 def test_a_glob_with_a_wildcard_may_cover_what_cannot_be_sharded() -> None:

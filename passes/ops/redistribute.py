@@ -28,6 +28,7 @@ own functional all_gather does the same; for a loss that is replicated that is W
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -243,9 +244,14 @@ def copy_optional(x: Tensor | None, group: str) -> Tensor | None:
     return None if x is None else copy_to_columns(x, group)
 
 
-def reduce_scatter_batch(partial: Tensor, like: Tensor, group: str) -> Tensor:
-    """Partial -> Shard(0): (W*B, ..., F) -> (B, ..., F), summed over the ranks; `like` is (B, ..., in) or (in,)."""
-    return apply(_ReduceScatter, partial, group).view(*like.shape[:-1], partial.size(-1))
+def reduce_scatter_batch(partial: Tensor, like: Tensor | None, group: str, *, feature_dims: int = 0) -> Tensor:
+    """Partial -> Shard(0): (W*B, ..., F) -> (B, ..., F), summed over the ranks.
+
+    Args:
+        partial: this rank's part of the sum for all ranks' rows.
+        like, group, feature_dims: as in `rearrange_columns`.
+    """
+    return apply(_ReduceScatter, partial, group).view(*_leading(partial, like, group, feature_dims), partial.size(-1))
 
 
 def reduce_scatter_flat(x: Tensor, group: str) -> Tensor:
@@ -268,9 +274,15 @@ def rearrange_columns(
     Returns:
         (B, ..., D), contiguous.
     """
-    rows = columns.size(0) // group_size(group)
-    shape = (rows, *columns.shape[1:-1]) if like is None else like.shape[: like.dim() - feature_dims]
+    shape = _leading(columns, like, group, feature_dims)
     return apply(_ColumnsToRows, as_matrix(columns), num_columns, group).view(*shape, num_columns)
+
+
+def _leading(x: Tensor, like: Tensor | None, group: str, feature_dims: int) -> Sequence[int]:
+    """The leading dimensions of this rank's rows of `x` (W*B, ..., d): those of `like`, or (B, ...)."""
+    if like is None:
+        return (x.size(0) // group_size(group), *x.shape[1:-1])
+    return like.shape[: like.dim() - feature_dims]
 
 
 def gather_columns(columns: Tensor, num_columns: int, group: str, *, at: str) -> Tensor:

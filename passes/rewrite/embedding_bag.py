@@ -49,12 +49,11 @@ def rewrite(sandwich: Sandwich) -> None:
         return
     name = f"{call.node.name}_rows"
     bags = (own_ids, offsets, bool(call.options["include_last_offset"]), bag_counts)
-    if not sandwich.colwise:
+    if not sandwich.sharded:
         sandwich.replace(sandwich.add(name, ragged.own_bags_ragged, columns, *bags, context.group))
         return
-    sandwich.spread_moves(_bags(sandwich))
-    arguments = (columns, *bags, sandwich.weight.size(1), context.group)
-    sandwich.replace(sandwich.add(name, ragged.rearrange_bags_ragged, *arguments))
+    arguments, moves = (columns, *bags, sandwich.weight.size(1), context.group), sandwich.spread_moves(_bags(sandwich))
+    sandwich.replace(sandwich.add(name, ragged.rearrange_bags_ragged, *arguments, moves=moves))
 
 
 def _checked(sandwich: Sandwich) -> fx.Node:

@@ -21,7 +21,7 @@ from passes.graph_pass import Context
 from passes.layout import id_dtype
 from passes.ops import lookup, ragged, redistribute
 from passes.ops.renorm import norm_dtype, renorm
-from passes.plan import COLWISE
+from passes.plan import REPLICATE
 from passes.schedule import Schedule
 from passes.sites import LINEAR, Call, Scope
 from passes.traffic import FORWARD, Traffic, W, itemsize_of, rows_of, traffic
@@ -89,45 +89,63 @@ class Sandwich:
         return self.parameters[self.weight_name]
 
     @property
-    def colwise(self) -> bool:
-        """True if the weight is sharded along its feature axis, False if every rank holds all of it."""
-        return self.context.plan.row(self.weight_name).strategy == COLWISE
+    def sharded(self) -> bool:
+        """True if the weight is sharded, False if every rank holds all of it."""
+        return self.context.plan.row(self.weight_name).strategy != REPLICATE
 
     @property
     def dim(self) -> int | None:
         """The dimension of the weight that is sharded, None if none is."""
         return self.context.plan.row(self.weight_name).dim
 
-    def add(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        """A new node in front of the call's node, with its stack trace and module path."""
+    def add(
+        self, name: str, function: Callable[..., Any], *args: Any, moves: Sequence[wire.Move] = (), **kwargs: Any
+    ) -> fx.Node:
+        """A new node in front of the call's node, with its stack trace and module path, and the collectives it makes.
+
+        Its meta tells them as "traffic", and as "site" the node and the module of the call.
+        """
         graph = self.scope.graph_module.graph
         with graph.inserting_before(self.before or self.call.node):
             node = graph.create_node("call_function", function, args, kwargs, name)
         for key in ("nn_module_stack", "stack_trace"):
             if key in self.call.node.meta:
                 node.meta[key] = self.call.node.meta[key]
+        items = tuple(traffic(*move) for move in moves)
+        self.traffic.extend(items)
+        node.meta["traffic"], node.meta["site"] = items, (self.call.node.name, self.at)
         return node
 
     def once(
         self, name: str, function: Callable[..., Any], *args: Any, moves: Sequence[wire.Move] = (), **kwargs: Any
     ) -> fx.Node:
-        """`add` and `moves`, or the node that another site has made of the same operands."""
+        """`add`, or the node that another site has made of the same operands."""
         options = {key: value for key, value in kwargs.items() if key != "at"}
         key = (function, repr((args, options)))
         node = self.known.find(key, self.before or self.call.node)
         if node is None:
-            node = self.add(name, function, *args, **kwargs)
+            node = self.add(name, function, *args, moves=moves, **kwargs)
             self.known.remember(key, node)
-            self.note(moves)
         return node
 
     def shard(self, parameter: fx.Node) -> fx.Node:
         """This rank's part of a parameter as a plain tensor: its columns, or all of it where it is replicated."""
-        arguments = (self.context.group, self.context.reduction)
-        if self.colwise:
-            sparse = {"sparse": True} if self.context.plan.row(self.weight_name).sparse_gradient else {}
-            return self.add(f"{parameter.name}_shard", redistribute.local_columns, parameter, *arguments, **sparse)
-        return self.add(f"{parameter.name}_local", redistribute.replicate_parameter, parameter, *arguments)
+        if not self.sharded:
+            return self.whole(parameter)
+        arguments = (parameter, self.context.group, self.context.reduction)
+        sparse: dict[str, Any] = {"sparse": True} if self.context.plan.row(self.weight_name).sparse_gradient else {}
+        return self.add(f"{parameter.name}_shard", redistribute.local_columns, *arguments, **sparse)
+
+    def whole(self, parameter: fx.Node) -> fx.Node:
+        """A parameter that every rank holds all of, as a plain tensor; its gradient is reduced over the ranks."""
+        arguments = (parameter, self.context.group, self.context.reduction)
+        moves: list[wire.Move] = []
+        value = self.parameters.get(self.scope.parameters.get(parameter, ""))
+        sparse = parameter is self.call.weight and self.context.plan.row(self.weight_name).sparse_gradient
+        if self.context.batch_sharded and value is not None and value.requires_grad and not sparse:
+            nbytes = sympy.Integer(value.numel() * value.dtype.itemsize)
+            moves = wire.reduced(nbytes, batch_sharded=True)
+        return self.add(f"{parameter.name}_local", redistribute.replicate_parameter, *arguments, moves=moves)
 
     def counts(self, *operands: fx.Node | None) -> list[Any]:
         """For each operand the node of its rows on every rank; Nones where all ranks have the same number."""
@@ -177,7 +195,7 @@ class Sandwich:
     def gather_optional(self, x: fx.Node, counts: fx.Node | None) -> fx.Node:
         """The rows of all ranks of an operand that is None in some calls."""
         context = self.context
-        if not (self.colwise or context.batch_sharded):
+        if not (self.sharded or context.batch_sharded):
             return x
         name, moves = f"{x.name}_all", self._gather_moves(x)
         if not context.batch_sharded:
@@ -190,15 +208,14 @@ class Sandwich:
         """The call's result out of this rank's columns of it; `rows` is the number of rows on one rank."""
         group, num_columns = self.context.group, self._num_columns()
         name = f"{self.call.node.name}_rows"
-        if not self.colwise:
+        if not self.sharded:
             return self._own_rows(columns, like, counts)
-        self.spread_moves(rows)
+        moves = self.spread_moves(rows)
         if not self.context.batch_sharded:
-            return self.add(name, redistribute.gather_columns, columns, num_columns, group, at=self.at)
-        if self.ragged:
-            operands = (columns, like, counts)
-            return self.add(name, ragged.rearrange_ragged, *operands, num_columns, group, **self._features())
-        return self.add(name, redistribute.rearrange_columns, columns, like, num_columns, group, **self._features())
+            return self.add(name, redistribute.gather_columns, columns, num_columns, group, at=self.at, moves=moves)
+        arguments = (columns, like, counts) if self.ragged else (columns, like)
+        function = ragged.rearrange_ragged if self.ragged else redistribute.rearrange_columns
+        return self.add(name, function, *arguments, num_columns, group, moves=moves, **self._features())
 
     def _own_rows(self, columns: fx.Node, like: fx.Node | None, counts: fx.Node | None) -> fx.Node:
         """The call's result where every rank has computed all of it."""
@@ -209,18 +226,15 @@ class Sandwich:
             return self.add(name, ragged.own_rows_ragged, columns, like, counts, group)
         return self.add(name, redistribute.own_rows, columns, like, group)
 
-    def spread_moves(self, rows: sympy.Expr) -> None:
-        """Notes what `spread` puts on the wire."""
-        itemsize = itemsize_of(self.call.result, self.weight.dtype)
-        self.note(
-            wire.spread(
-                rows,
-                self._num_columns(),
-                itemsize,
-                batch_sharded=self.context.batch_sharded,
-                gradient=self.call.result in self.differentiable,
-                ragged=self.ragged,
-            )
+    def spread_moves(self, rows: sympy.Expr) -> list[wire.Move]:
+        """What `spread` puts on the wire."""
+        return wire.spread(
+            rows,
+            self._num_columns(),
+            itemsize_of(self.call.result, self.weight.dtype),
+            batch_sharded=self.context.batch_sharded,
+            gradient=self.call.result in self.differentiable,
+            ragged=self.ragged,
         )
 
     def lookup_options(self) -> dict[str, Any]:
@@ -236,10 +250,10 @@ class Sandwich:
         parameter, options = self.call.weight, self.call.options
         if options["max_norm"] is None:
             return self.shard(parameter)
-        if self.colwise:
+        if self.sharded:
             rows = rows_of(self.call.input) * (W if self.context.batch_sharded else 1)
             self.note([("all_reduce", FORWARD, rows * norm_dtype(self.weight.dtype).itemsize)])
-        group = self.context.group if self.colwise else None
+        group = self.context.group if self.sharded else None
         norm = (float(options["max_norm"]), float(options["norm_type"]))
         return self.shard(self.add(f"{parameter.name}_renormed", renorm, parameter, ids, *norm, group, at=self.at))
 
