@@ -70,10 +70,11 @@ def autoshard(
         model: any module. Batch norm in training sees each rank's own rows, as under DDP.
         mesh: 1-D; all ranks of the default process group if None.
         plan: "colwise" shards whatever has a feature axis along it; "auto" does, but a linear that can take the columns
-            of what feeds it as they are is sharded along its input axis; a ShardingPlan; or {glob of parameter names:
-            "colwise" | "rowwise" | "replicate" | Colwise(ranks=...)}, the first glob that matches counts, what none
-            matches is replicated. "rowwise" shards the input axis of a linear's weight; its bias stays whole.
-            `Colwise(ranks=(2, 5))` puts the columns of a table on these ranks of the mesh only.
+            of what feeds it as they are is sharded along its input axis; an `AutoPlan` chooses by the estimated time of
+            a step and the memory of a rank; a ShardingPlan; or {glob of parameter names: "colwise" | "rowwise" |
+            "replicate" | Colwise(ranks=...)}, the first glob that matches counts, what none matches is replicated.
+            "rowwise" shards the input axis of a linear's weight; its bias stays whole. `Colwise(ranks=(2, 5))` puts the
+            columns of a table on these ranks of the mesh only.
         example_inputs: a tuple of arguments, or (args, kwargs). With them the model is captured by `torch.export`, its
             batch dimension dynamic, and the diff knows every shape.
         input_placement: `Shard(0)`: each rank calls the model with its own batch and gets the result of that;
@@ -91,7 +92,8 @@ def autoshard(
         AutoshardError: on every rank of the mesh; its subclasses say what was wrong.
     """
     mesh = resolve_mesh(mesh, model)
-    settings = Settings(mesh.get_group().group_name, mesh.size(), input_placement, gradient_reduction, ragged)
+    group = mesh.get_group().group_name
+    settings = Settings(group, mesh.size(), input_placement, gradient_reduction, ragged, mesh.device_type)
     prepared = agree(mesh, lambda: prepare(model, plan, example_inputs, settings), _text)
     _install(model, prepared, mesh, owner_meshes(mesh, prepared.plan), settings)
     model.__dict__[_RECORD] = Record(prepared.plan, prepared.diff, mesh)
@@ -107,6 +109,7 @@ class Settings:
     input_placement: Placement
     gradient_reduction: str
     ragged: Ragged
+    device_type: str = "cpu"
 
     @property
     def batch_sharded(self) -> bool:
@@ -124,9 +127,15 @@ def prepare(model: nn.Module, plan: PlanSpec, example_inputs: Any, settings: Set
     for region in captured.regions:
         normalize(region.graph)
     facts = gather_facts(model, captured)
-    ragged = ragged_weights(settings.ragged, facts) if settings.batch_sharded else frozenset()
+    ragged = ragged_weights(settings.ragged, facts) if settings.batch_sharded else frozenset[str]()
     sharding = make_plan(
-        model, captured, plan, settings.world_size, batch_sharded=settings.batch_sharded, ragged=ragged
+        model,
+        captured,
+        plan,
+        settings.world_size,
+        batch_sharded=settings.batch_sharded,
+        ragged=ragged,
+        device_type=settings.device_type,
     )
     context = Context(sharding, settings.group, settings.world_size, settings.batch_sharded, settings.reduction, ragged)
     diffs = []

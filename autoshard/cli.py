@@ -1,8 +1,8 @@
-"""python -m autoshard plan | diff | verify TARGET --world-size N
+"""python -m autoshard plan | diff | verify TARGET --world-size N, and python -m autoshard calibrate --world-size N
 
 TARGET is `file.py:function` or `package.module:function`; the function returns (model, example_inputs). `plan` and
-`diff` need
-one process and no network: they use torch's fake process group.
+`diff` need one process and no network: they use torch's fake process group. `calibrate` measures this machine for
+plans.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from autoshard.api import Prepared, Settings, prepare
+from autoshard.calibrate import calibrate
 from autoshard.verify import verify
 from passes.errors import AutoshardError, describe
 
@@ -55,6 +56,12 @@ def _parser() -> argparse.ArgumentParser:
             "--replicated", action="store_true", help="all ranks get the same batch, rather than each its own"
         )
         sub.set_defaults(command=command)
+    text = "measure this machine: a hardware profile for AutoPlan(profile=...)"
+    sub = commands.add_parser("calibrate", help=text, description=text)
+    sub.add_argument("--world-size", type=int, default=2, help="number of ranks (default: 2)")
+    sub.add_argument("--backend", default="gloo", choices=("gloo", "nccl"), help="default: gloo")
+    sub.add_argument("--out", default="profile.json", help="where the profile goes (default: profile.json)")
+    sub.set_defaults(command=_calibrate)
     return parser
 
 
@@ -70,6 +77,12 @@ def _diff(options: argparse.Namespace) -> object:
 def _verify(options: argparse.Namespace) -> object:
     model, batch = (functools.partial(_build, options.target, part) for part in (0, 1))
     return verify(model, batch, options.world_size, input_placement=_placement(options))
+
+
+def _calibrate(options: argparse.Namespace) -> object:
+    text = calibrate(options.world_size, backend=options.backend).to_json()
+    Path(options.out).write_text(f"{text}\n")
+    return text
 
 
 def _prepared(options: argparse.Namespace) -> Prepared:

@@ -15,13 +15,14 @@ import torch
 from torch import nn
 
 from autoshard import hazards, ownership, rowwise
+from autoshard.auto_plan import AutoPlan, Decided, allowed_strategies, decide
 from autoshard.capture import Capture
 from passes.errors import PlanError, describe
 from passes.plan import COLWISE, REPLICATE, ROWWISE, STRATEGIES, Colwise, PlanRow, ShardingPlan
 from passes.sites import LAYER_TYPES, LINEAR, OtherUse, Site, find_other_uses, find_sites
 
 Strategy = str | Colwise
-PlanSpec = str | ShardingPlan | Mapping[str, Strategy]
+PlanSpec = str | AutoPlan | ShardingPlan | Mapping[str, Strategy]
 
 _LAYERS = tuple(LAYER_TYPES)
 _BATCH_MIXING = (nn.modules.batchnorm._BatchNorm,)
@@ -111,6 +112,7 @@ def make_plan(
     *,
     batch_sharded: bool = True,
     ragged: Collection[str] = (),
+    device_type: str = "cpu",
 ) -> ShardingPlan:
     """The plan for a captured model.
 
@@ -118,22 +120,29 @@ def make_plan(
         model: the model, still with whole parameters.
         capture: its graphs.
         spec: "colwise" (shard whatever has a feature axis), "auto" (the same, but rowwise the linears that take columns
-            as they are), a ShardingPlan, or globs over parameter names -> strategy, of which the first that matches
-            counts; what no glob matches is replicated.
+            as they are), an AutoPlan (by estimated time), a ShardingPlan, or globs over parameter names -> strategy, of
+            which the first that matches counts; what no glob matches is replicated.
         world_size: ranks in the mesh.
         batch_sharded: True if each rank has its own batch.
         ragged: the weights at whose sites the ranks' batches may differ in size.
+        device_type: of the mesh.
 
     Raises:
         PlanError: for a strategy that does not exist, a glob that matches nothing, a weight that is not floating
             point, a parameter that is asked for by its full name and cannot be sharded, one that is wanted on some
-            of the ranks and cannot be, or one that is wanted rowwise and is no linear's.
+            of the ranks and cannot be, or one that is wanted rowwise and is no linear's; for a model that does not fit.
     """
     facts = gather_facts(model, capture)
     weights = _weights(model, facts)
     for name in weights:
         _require_floating_point(name, facts)
-    wanted = _wanted(spec, weights, facts)
+    decided = Decided()
+    if isinstance(spec, AutoPlan):
+        decided = _decide(spec, capture, weights, facts, ragged, world_size, batch_sharded, device_type)
+        obstructed = {name: why for name in weights if (why := _obstacle(name, facts)) is not None}
+        wanted = {name: (decided.strategies[name], obstructed.get(name, decided.reasons[name])) for name in weights}
+    else:
+        wanted = _wanted(spec, weights, facts)
     if spec == "auto":
         free = {name for name in weights if _obstacle(name, facts) is None}.difference(ragged)
         for name, why in rowwise.pair_rowwise(capture, facts.canonical, facts.parameters, free, world_size).items():
@@ -161,8 +170,36 @@ def make_plan(
         else:
             dim, ranks = None, None
             reason = source if want == REPLICATE else obstacles[name] or followed.get(name, source)
-        rows.append(_row(name, strategy, dim, ranks, reason, facts))
-    return ShardingPlan(tuple(rows), world_size, _notes(model, capture))
+        explanation = decided.explanations.get(name, "")
+        rows.append(_row(name, strategy, dim, ranks, reason, explanation, facts))
+    return ShardingPlan(tuple(rows), world_size, (*decided.notes, *_notes(model, capture)))
+
+
+def _decide(
+    spec: AutoPlan,
+    capture: Capture,
+    weights: list[str],
+    facts: Facts,
+    ragged: Collection[str],
+    world_size: int,
+    batch_sharded: bool,
+    device_type: str,
+) -> Decided:
+    allowed = {
+        name: allowed_strategies(facts.sites.get(name, ()), _obstacle(name, facts), ragged=name in ragged)
+        for name in weights
+    }
+    return decide(
+        spec,
+        capture,
+        facts.parameters,
+        facts.canonical,
+        allowed,
+        _pairs(facts, ()),
+        world_size=world_size,
+        batch_sharded=batch_sharded,
+        device_type=device_type,
+    )
 
 
 def _sharded_dim(name: str, facts: Facts, by_rows: Collection[str]) -> int:
@@ -233,7 +270,7 @@ def _wanted(spec: PlanSpec, weights: list[str], facts: Facts) -> dict[str, tuple
     if isinstance(spec, ShardingPlan):
         spec = _check_rows(spec, facts)
     elif not isinstance(spec, Mapping):
-        raise _unknown_strategy("plan", spec, ("auto", COLWISE, "a ShardingPlan", "a mapping"))
+        raise _unknown_strategy("plan", spec, ("auto", COLWISE, "an AutoPlan", "a ShardingPlan", "a mapping"))
     return _match_globs(spec, weights, facts)
 
 
@@ -341,12 +378,7 @@ def _decide_together(strategies: dict[str, str], facts: Facts) -> dict[str, str]
     """Replicates, until nothing changes, a weight or bias whose partner is replicated; returns the reasons."""
     reasons: dict[str, str] = {}
     by_rows = {name for name, strategy in strategies.items() if strategy == ROWWISE}
-    pairs = {
-        (weight, facts.canonical[site.bias])
-        for sites in facts.sites.values()
-        for site in sites
-        if site.bias is not None and _sharded_dim(weight := facts.canonical[site.weight], facts, by_rows) == 0
-    }
+    pairs = _pairs(facts, by_rows)
     changed = True
     while changed:
         changed = False
@@ -360,8 +392,24 @@ def _decide_together(strategies: dict[str, str], facts: Facts) -> dict[str, str]
     return reasons
 
 
+def _pairs(facts: Facts, by_rows: Collection[str]) -> set[tuple[str, str]]:
+    """Weights and biases that are decided together."""
+    return {
+        (weight, facts.canonical[site.bias])
+        for sites in facts.sites.values()
+        for site in sites
+        if site.bias is not None and _sharded_dim(weight := facts.canonical[site.weight], facts, by_rows) == 0
+    }
+
+
 def _row(
-    name: str, strategy: str, dim: int | None, ranks: tuple[int, ...] | None, reason: str, facts: Facts
+    name: str,
+    strategy: str,
+    dim: int | None,
+    ranks: tuple[int, ...] | None,
+    reason: str,
+    explanation: str,
+    facts: Facts,
 ) -> PlanRow:
     parameter = facts.parameters[name]
     sites = facts.sites.get(name, ())
@@ -374,6 +422,7 @@ def _row(
         ranks=ranks,
         sites=tuple(dict.fromkeys(f"{site.op} {site.module or site.weight}" for site in sites)),
         reason=reason,
+        explanation=explanation,
         sparse_gradient=any(("sparse", True) in site.options for site in sites),
         aliases=tuple(alias for alias, first in facts.canonical.items() if first == name and alias != name),
     )

@@ -50,7 +50,7 @@ class SendToOwners(PlannedPass):
             chosen = [c for c in calls(scope) if self._context.plan.has_owners(scope.parameters[c.weight])]
             if not chosen:
                 continue
-            differentiable, known = _differentiable(scope, inputs=bool(self._prefix)), Known(scope.graph_module)
+            differentiable, known = differentiable_nodes(scope, inputs=bool(self._prefix)), Known(scope.graph_module)
             for number, group in enumerate(owned.groups(scope, chosen, self._parameters)):
                 made = [Sandwich(scope, c, self._context, self._parameters, differentiable, known) for c in group]
                 shapes = [_shapes(sandwich) for sandwich in made]
@@ -70,7 +70,7 @@ class RewriteSites(PlannedPass):
         before = len(self.edits)
         sharded = self._context.plan.sharded
         for scope in scopes(graph_module, self._prefix):
-            differentiable, known = _differentiable(scope, inputs=bool(self._prefix)), Known(scope.graph_module)
+            differentiable, known = differentiable_nodes(scope, inputs=bool(self._prefix)), Known(scope.graph_module)
             for call in calls(scope):
                 if scope.parameters[call.weight] in sharded or self._concerns_whole_tables(call):
                     sandwich = Sandwich(scope, call, self._context, self._parameters, differentiable, known)
@@ -176,7 +176,7 @@ def _operand_shapes(call: Call) -> str:
     return f", {before} -> {after}"
 
 
-def _differentiable(scope: Scope, inputs: bool) -> set[fx.Node]:
+def differentiable_nodes(scope: Scope, inputs: bool) -> set[fx.Node]:
     """The nodes whose value carries a gradient: what depends on a trainable parameter and is not of integers.
 
     The inputs of a submodule are taken to carry one (`inputs`), the batch that goes into the whole model none. Used for

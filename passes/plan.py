@@ -45,6 +45,7 @@ class PlanRow:
         reason: why this strategy.
         aliases: further names of a tied parameter.
         ranks: where its columns are, as places in the mesh; None for all ranks.
+        explanation: what the reason leaves out: the costs of the choices that there were; for `ShardingPlan.explain`.
         sparse_gradient: True if a lookup with sparse=True uses it. DTensor carries no sparse gradient, so the parameter
             is then a plain tensor of this rank's columns; state_dict shows it as a DTensor all the same.
     """
@@ -59,6 +60,7 @@ class PlanRow:
     aliases: tuple[str, ...] = ()
     sparse_gradient: bool = False
     ranks: tuple[int, ...] | None = None
+    explanation: str = ""
 
     def sizes(self, world_size: int) -> list[int]:
         """What each rank holds of the sharded dimension; only for a row that is sharded."""
@@ -101,6 +103,17 @@ class ShardingPlan:
     @functools.cached_property
     def _by_name(self) -> dict[str, PlanRow]:
         return {name: row for row in reversed(self.rows) for name in (row.parameter, *row.aliases)}
+
+    def explain(self, parameter: str) -> str:
+        """What is done with a parameter, and why: what it costs, what the next best would, what would change that.
+
+        Raises:
+            PlanError: if the plan has no row for it.
+        """
+        row = self.row(parameter)
+        shape = " x ".join(map(str, row.shape))
+        lines = [f"{row.parameter} ({shape}, {row.dtype}): {_strategy(row)}", row.reason, row.explanation]
+        return "\n  ".join(line.replace("\n", "\n  ") for line in lines if line)
 
     @functools.cached_property
     def sharded(self) -> frozenset[str]:

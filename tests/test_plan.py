@@ -390,8 +390,8 @@ def test_rowwise_shards_the_input_axis_and_keeps_the_bias_whole() -> None:
     assert "rowwise (dim 1)" in str(plan)
     assert ShardingPlan.from_json(plan.to_json()) == plan
     assert strategies(plan_for("mlp", plan)) == strategies(plan)
-    assert {"4.weight", "0.weight"} < plan.sharded()
-    assert "4.bias" not in plan.sharded()
+    assert {"4.weight", "0.weight"} < plan.sharded
+    assert "4.bias" not in plan.sharded
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,10 @@ from typing import Any
 import sympy
 from torch import fx
 
+from passes import wire
 from passes.ops import lookup, ragged, redistribute
 from passes.rewrite.sandwich import Sandwich
-from passes.traffic import FORWARD, rows_of, shape_of
+from passes.traffic import rows_of, shape_of
 
 
 def rewrite(sandwich: Sandwich) -> None:
@@ -112,7 +113,8 @@ def _gather_offsets(sandwich: Sandwich, own_ids: fx.Node, id_counts: Any, offset
     if not (isinstance(offsets, fx.Node) and context.batch_sharded):
         return offsets
     group, name = context.group, f"{offsets.name}_all"
-    moves = [("all_gather", FORWARD, rows_of(offsets) * sandwich.wire_itemsize(offsets))]
+    nbytes = rows_of(offsets) * sandwich.wire_itemsize(offsets)
+    moves = wire.gathered(nbytes, batch_sharded=True, gradient=False)
     narrow = sandwich.narrow(offsets)
     if sandwich.ragged:
         operands = (narrow, id_counts, offset_counts, group)

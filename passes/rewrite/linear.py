@@ -17,14 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import sympy
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from passes import wire
 from passes.ops import ragged, redistribute
 from passes.ops.on_columns import add_bias
 from passes.rewrite.sandwich import Sandwich
-from passes.traffic import BACKWARD, FORWARD, W, itemsize_of, rows_of
+from passes.traffic import itemsize_of, rows_of
 
 
 def rewrite(sandwich: Sandwich) -> None:
@@ -50,17 +50,14 @@ def _rewrite_rowwise(sandwich: Sandwich) -> None:
     name, group = f"{call.node.name}_rows", context.group
     rows = rows_of(call.input, feature_dims=1)
     nbytes = rows * sandwich.weight.size(0) * itemsize_of(call.result, sandwich.weight.dtype)
+    moves = wire.summed(nbytes, batch_sharded=context.batch_sharded)
     if not context.batch_sharded:
-        out = sandwich.add(
-            name, redistribute.all_reduce_partial, partial, group, moves=[("all_reduce", FORWARD, nbytes)]
-        )
+        out = sandwich.add(name, redistribute.all_reduce_partial, partial, group, moves=moves)
+    elif sandwich.ragged:
+        out = sandwich.add(name, ragged.reduce_scatter_ragged, partial, call.input, counts, group, moves=moves)
     else:
-        moves = [("reduce_scatter", FORWARD, nbytes * W), ("all_gather", BACKWARD, nbytes)]
-        if sandwich.ragged:
-            out = sandwich.add(name, ragged.reduce_scatter_ragged, partial, call.input, counts, group, moves=moves)
-        else:
-            scatter, arguments = redistribute.reduce_scatter_batch, (partial, call.input, group)
-            out = sandwich.add(name, scatter, *arguments, moves=moves, feature_dims=1)
+        scatter, arguments = redistribute.reduce_scatter_batch, (partial, call.input, group)
+        out = sandwich.add(name, scatter, *arguments, moves=moves, feature_dims=1)
     if call.bias is not None:
         out = sandwich.add(f"{call.node.name}_biased", add_bias, out, sandwich.whole(call.bias))
     sandwich.replace(out)
@@ -73,16 +70,16 @@ def _linear(sandwich: Sandwich) -> Callable[..., Tensor]:
 def _own_columns(sandwich: Sandwich, counts: fx.Node | None) -> fx.Node:
     call, context = sandwich.call, sandwich.context
     name, columns, group = f"{call.input.name}_columns", sandwich.weight.size(1), context.group
-    rows, itemsize = rows_of(call.input, feature_dims=1), itemsize_of(call.input, sandwich.weight.dtype)
-    differentiable = call.input in sandwich.differentiable
+    moves = wire.own_columns(
+        rows_of(call.input, feature_dims=1),
+        columns,
+        itemsize_of(call.input, sandwich.weight.dtype),
+        batch_sharded=context.batch_sharded,
+        gradient=call.input in sandwich.differentiable,
+        ragged=sandwich.ragged,
+    )
     if not context.batch_sharded:
-        widest = sympy.ceiling(sympy.Integer(columns) / W)
-        moves = [("all_gather", BACKWARD, rows * widest * itemsize)] if differentiable else []
         return sandwich.once(name, redistribute.slice_columns, call.input, columns, group, moves=moves)
-    directions = (FORWARD, BACKWARD) if differentiable else (FORWARD,)
     if sandwich.ragged:
-        width = sympy.ceiling(sympy.Integer(columns) / W) * W
-        moves = [("all_to_all", direction, rows * width * itemsize) for direction in directions]
         return sandwich.once(name, ragged.rows_to_columns_ragged, call.input, counts, columns, group, moves=moves)
-    moves = [("all_to_all", direction, rows * columns * itemsize) for direction in directions]
     return sandwich.once(name, redistribute.rows_to_columns, call.input, columns, group, at=sandwich.at, moves=moves)

@@ -17,14 +17,13 @@ import sympy
 import torch
 from torch import fx
 
+from passes import wire
 from passes.layout import id_dtype
 from passes.ops import owned
 from passes.rewrite.sandwich import Sandwich
 from passes.schedule import Schedule
 from passes.sites import EMBEDDING_BAG, Call, Scope
-from passes.traffic import BACKWARD, FORWARD, itemsize_of, rows_of, shape_of
-
-_SIZES_BYTES = 3 * 8
+from passes.traffic import itemsize_of, rows_of, shape_of
 
 
 def groups(scope: Scope, calls: list[Call], parameters: Mapping[str, torch.nn.Parameter]) -> list[list[Call]]:
@@ -111,9 +110,8 @@ def _moves(sandwich: Sandwich, ragged: bool) -> None:
     call, context = sandwich.call, sandwich.context
     sizes = context.plan.row(sandwich.weight_name).sizes(context.world_size)
     owners = sum(size > 0 for size in sizes)
-    wire = _wire(sandwich.weight)[1].itemsize
     if ragged:
-        sandwich.moves("all_to_all", FORWARD, sympy.Integer(owners * _SIZES_BYTES))
+        sandwich.note(wire.sent_sizes(owners))
     numbers = rows_of(call.input)
     results = rows_of(call.input)
     offsets, weights = call.options.get("offsets"), call.options.get("per_sample_weights")
@@ -123,11 +121,9 @@ def _moves(sandwich: Sandwich, ragged: bool) -> None:
     elif call.op == EMBEDDING_BAG:
         shape = shape_of(call.input)
         results = sympy.Symbol(f"bags_{call.node.name}", integer=True, positive=True) if shape is None else shape[0]
-    sandwich.moves("all_to_all", FORWARD, owners * wire * numbers)
+    sandwich.note(wire.sent(numbers * _wire(sandwich.weight)[1].itemsize, owners))
     if isinstance(weights, fx.Node):
-        for direction in (FORWARD, BACKWARD) if weights in sandwich.differentiable else (FORWARD,):
-            sandwich.moves(
-                "all_to_all", direction, owners * itemsize_of(weights, sandwich.weight.dtype) * rows_of(weights)
-            )
-    for direction in (FORWARD, BACKWARD) if call.result in sandwich.differentiable else (FORWARD,):
-        sandwich.moves("all_to_all", direction, results * sum(sizes) * itemsize_of(call.result, sandwich.weight.dtype))
+        nbytes = rows_of(weights) * itemsize_of(weights, sandwich.weight.dtype)
+        sandwich.note(wire.sent(nbytes, owners, gradient=weights in sandwich.differentiable))
+    itemsize, gradient = itemsize_of(call.result, sandwich.weight.dtype), call.result in sandwich.differentiable
+    sandwich.note(wire.spread(results, sum(sizes), itemsize, batch_sharded=True, gradient=gradient))

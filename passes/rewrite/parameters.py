@@ -6,11 +6,12 @@ import sympy
 import torch
 from torch import fx
 
+from passes import wire
 from passes.graph_pass import Context, Edit
 from passes.ops import redistribute
 from passes.ops.renorm import renorm
 from passes.sites import Scope
-from passes.traffic import BACKWARD, Traffic, traffic
+from passes.traffic import Traffic, traffic
 
 
 def rewrite(node: fx.Node, users: list[fx.Node], scope: Scope, context: Context, parameter: torch.nn.Parameter) -> Edit:
@@ -61,4 +62,4 @@ def _gradient_traffic(context: Context, parameter: torch.nn.Parameter) -> tuple[
     if not _reduces(context, parameter):
         return ()
     nbytes = sympy.Integer(parameter.numel() * parameter.dtype.itemsize)
-    return (traffic("all_reduce", BACKWARD, nbytes),)
+    return tuple(traffic(*move) for move in wire.reduced(nbytes, batch_sharded=True))

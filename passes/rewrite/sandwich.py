@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
+from passes import wire
 from passes.graph_pass import Context
 from passes.layout import id_dtype
 from passes.ops import lookup, ragged, redistribute
@@ -23,12 +24,9 @@ from passes.ops.renorm import norm_dtype, renorm
 from passes.plan import REPLICATE
 from passes.schedule import Schedule
 from passes.sites import LINEAR, Call, Scope
-from passes.traffic import BACKWARD, FORWARD, Traffic, W, itemsize_of, rows_of, traffic
+from passes.traffic import FORWARD, Traffic, W, itemsize_of, rows_of, traffic
 
 _COUNT_BYTES = 8
-
-# A collective, its direction, and the bytes that go into it on each rank.
-Move = tuple[str, str, sympy.Expr]
 
 
 class Known:
@@ -101,7 +99,7 @@ class Sandwich:
         return self.context.plan.row(self.weight_name).dim
 
     def add(
-        self, name: str, function: Callable[..., Any], *args: Any, moves: Sequence[Move] = (), **kwargs: Any
+        self, name: str, function: Callable[..., Any], *args: Any, moves: Sequence[wire.Move] = (), **kwargs: Any
     ) -> fx.Node:
         """A new node in front of the call's node, with its stack trace and module path, and the collectives it makes.
 
@@ -119,7 +117,7 @@ class Sandwich:
         return node
 
     def once(
-        self, name: str, function: Callable[..., Any], *args: Any, moves: Sequence[Move] = (), **kwargs: Any
+        self, name: str, function: Callable[..., Any], *args: Any, moves: Sequence[wire.Move] = (), **kwargs: Any
     ) -> fx.Node:
         """`add`, or the node that another site has made of the same operands."""
         options = {key: value for key, value in kwargs.items() if key != "at"}
@@ -141,18 +139,19 @@ class Sandwich:
     def whole(self, parameter: fx.Node) -> fx.Node:
         """A parameter that every rank holds all of, as a plain tensor; its gradient is reduced over the ranks."""
         arguments = (parameter, self.context.group, self.context.reduction)
-        moves: list[Move] = []
+        moves: list[wire.Move] = []
         value = self.parameters.get(self.scope.parameters.get(parameter, ""))
         sparse = parameter is self.call.weight and self.context.plan.row(self.weight_name).sparse_gradient
         if self.context.batch_sharded and value is not None and value.requires_grad and not sparse:
-            moves = [("all_reduce", BACKWARD, sympy.Integer(value.numel() * value.dtype.itemsize))]
+            nbytes = sympy.Integer(value.numel() * value.dtype.itemsize)
+            moves = wire.reduced(nbytes, batch_sharded=True)
         return self.add(f"{parameter.name}_local", redistribute.replicate_parameter, *arguments, moves=moves)
 
     def counts(self, *operands: fx.Node | None) -> list[Any]:
         """For each operand the node of its rows on every rank; Nones where all ranks have the same number."""
         if not self.ragged:
             return [None] * len(operands)
-        moves = [("all_gather", FORWARD, sympy.Integer(_COUNT_BYTES * len(operands)))]
+        moves = wire.gathered(sympy.Integer(_COUNT_BYTES * len(operands)), batch_sharded=True, gradient=False)
         name = f"{self.call.node.name}_counts"
         where = {**self._where(), **self._features()}
         counts = self.once(name, ragged.exchange_counts, list(operands), self.context.group, moves=moves, **where)
@@ -171,7 +170,7 @@ class Sandwich:
             arguments = (ids, self.weight.size(0), self.context.group)
             return self.add(f"{ids.name}_checked", lookup.replicated_ids, *arguments, at=self.at)
         nbytes = rows_of(ids) * self.wire_itemsize(ids)
-        return self._gather(self.narrow(ids), counts, [("all_gather", FORWARD, nbytes)])
+        return self._gather(self.narrow(ids), counts, wire.gathered(nbytes, batch_sharded=True, gradient=False))
 
     def narrow(self, ids: fx.Node) -> fx.Node:
         """Ids or offsets as they travel."""
@@ -186,7 +185,7 @@ class Sandwich:
         """Bytes of an id or offset that travels."""
         return min(itemsize_of(ids, torch.int64), id_dtype(self.weight.size(0)).itemsize)
 
-    def _gather(self, x: fx.Node, counts: fx.Node | None, moves: Sequence[Move]) -> fx.Node:
+    def _gather(self, x: fx.Node, counts: fx.Node | None, moves: Sequence[wire.Move]) -> fx.Node:
         name, group = f"{x.name}_all", self.context.group
         if self.ragged:
             return self.once(name, ragged.all_gather_ragged, x, counts, group, moves=moves, **self._features())
@@ -227,15 +226,16 @@ class Sandwich:
             return self.add(name, ragged.own_rows_ragged, columns, like, counts, group)
         return self.add(name, redistribute.own_rows, columns, like, group)
 
-    def spread_moves(self, rows: sympy.Expr) -> list[Move]:
+    def spread_moves(self, rows: sympy.Expr) -> list[wire.Move]:
         """What `spread` puts on the wire."""
-        num_columns, itemsize = self._num_columns(), itemsize_of(self.call.result, self.weight.dtype)
-        if self.context.batch_sharded:
-            directions = (FORWARD, BACKWARD) if self.call.result in self.differentiable else (FORWARD,)
-            width = sympy.ceiling(sympy.Integer(num_columns) / W) * W if self.ragged else num_columns
-            return [("all_to_all", direction, rows * width * itemsize) for direction in directions]
-        width = sympy.ceiling(sympy.Integer(num_columns) / W)
-        return [("all_gather", FORWARD, rows * width * itemsize)]
+        return wire.spread(
+            rows,
+            self._num_columns(),
+            itemsize_of(self.call.result, self.weight.dtype),
+            batch_sharded=self.context.batch_sharded,
+            gradient=self.call.result in self.differentiable,
+            ragged=self.ragged,
+        )
 
     def lookup_options(self) -> dict[str, Any]:
         """The options of a lookup that differ from their defaults; a padding row counts from the first row."""
@@ -252,14 +252,14 @@ class Sandwich:
             return self.shard(parameter)
         if self.sharded:
             rows = rows_of(self.call.input) * (W if self.context.batch_sharded else 1)
-            self.moves("all_reduce", FORWARD, rows * norm_dtype(self.weight.dtype).itemsize)
+            self.note([("all_reduce", FORWARD, rows * norm_dtype(self.weight.dtype).itemsize)])
         group = self.context.group if self.sharded else None
         norm = (float(options["max_norm"]), float(options["norm_type"]))
         return self.shard(self.add(f"{parameter.name}_renormed", renorm, parameter, ids, *norm, group, at=self.at))
 
-    def moves(self, collective: str, direction: str, nbytes: sympy.Expr) -> None:
-        """Notes a collective of `nbytes` per rank."""
-        self.traffic.append(traffic(collective, direction, nbytes))
+    def note(self, made: Iterable[wire.Move]) -> None:
+        """Notes collectives."""
+        self.traffic.extend(traffic(*move) for move in made)
 
     def replace(self, out: fx.Node) -> None:
         """Puts `out` in the place of the call's result, and takes the call's nodes out of the graph."""
@@ -282,10 +282,6 @@ class Sandwich:
     def _features(self) -> dict[str, int]:
         return {"feature_dims": self.feature_dims} if self.feature_dims else {}
 
-    def _gather_moves(self, x: fx.Node) -> list[Move]:
+    def _gather_moves(self, x: fx.Node) -> list[wire.Move]:
         nbytes = rows_of(x) * itemsize_of(x, self.weight.dtype)
-        needs_gradient = x in self.differentiable
-        if not self.context.batch_sharded:
-            return [("all_reduce", BACKWARD, nbytes)] if needs_gradient else []
-        backward = [("reduce_scatter", BACKWARD, nbytes * W)] if needs_gradient else []
-        return [("all_gather", FORWARD, nbytes), *backward]
+        return wire.gathered(nbytes, batch_sharded=self.context.batch_sharded, gradient=x in self.differentiable)
