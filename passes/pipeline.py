@@ -17,6 +17,7 @@ from passes.normalize import FoldFixedBags, FoldRenorm, InlineLayers, InlineMode
 from passes.ops import redistribute
 from passes.ops.renorm import renorm
 from passes.optimize.merge_collectives import MergeCollectives
+from passes.optimize.narrow_results import NarrowResults
 from passes.rewrite import embedding, embedding_bag, linear, owned, parameters
 from passes.rewrite.sandwich import Known, Sandwich
 from passes.shapes import check_shapes
@@ -230,6 +231,7 @@ def shard_graph(
         RewriteSites(context, model_parameters, prefix),
         ReplicateParameters(context, model_parameters, prefix),
         merge,
+        NarrowResults(context, model_parameters, prefix),
     ]
     for graph_pass in passes:
         graph_pass(graph_module)

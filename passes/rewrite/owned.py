@@ -130,4 +130,4 @@ def _moves(sandwich: Sandwich, ragged: bool) -> None:
                 "all_to_all", direction, owners * itemsize_of(weights, sandwich.weight.dtype) * rows_of(weights)
             )
     for direction in (FORWARD, BACKWARD) if call.result in sandwich.differentiable else (FORWARD,):
-        sandwich.moves("all_to_all", direction, results * sum(sizes) * itemsize_of(call.result, sandwich.weight.dtype))
+        sandwich.moves("all_to_all", direction, results * sum(sizes) * sandwich.result_itemsize(direction))

@@ -214,15 +214,20 @@ class Sandwich:
 
     def spread_moves(self, rows: sympy.Expr) -> None:
         """Notes what `spread` puts on the wire."""
-        num_columns, itemsize = self._num_columns(), itemsize_of(self.call.result, self.weight.dtype)
+        num_columns = self._num_columns()
         if self.context.batch_sharded:
             directions = (FORWARD, BACKWARD) if self.call.result in self.differentiable else (FORWARD,)
             width = sympy.ceiling(sympy.Integer(num_columns) / W) * W if self.ragged else num_columns
             for direction in directions:
-                self.moves("all_to_all", direction, rows * width * itemsize)
+                self.moves("all_to_all", direction, rows * width * self.result_itemsize(direction))
         else:
             width = sympy.ceiling(sympy.Integer(num_columns) / W)
-            self.moves("all_gather", FORWARD, rows * width * itemsize)
+            self.moves("all_gather", FORWARD, rows * width * self.result_itemsize(FORWARD))
+
+    def result_itemsize(self, direction: str) -> int:
+        """Bytes of an element of the call's result, or of its gradient, that travels."""
+        itemsize, wire = itemsize_of(self.call.result, self.weight.dtype), self.context.wire[direction == BACKWARD]
+        return itemsize if wire is None else min(itemsize, wire.itemsize)
 
     def lookup_options(self) -> dict[str, Any]:
         """The options of a lookup that differ from their defaults; a padding row counts from the first row."""
