@@ -29,7 +29,7 @@ test-all: $(ZOO_STAMP) ## run every test (ARGS is passed on)
 fuzz: $(STAMP) ## run N random cases against one process, from SEED on (N=10000 SEED=1)
 	$(PY) -m pytest -q tests/fuzz --fuzz-cases $(N) --fuzz-seed $(SEED) $(ARGS)
 
-bench: $(BENCH_STAMP) ## time the lookups of a DLRM beside TorchRec and the floor (ARGS="--world-size 4 --rounds 31")
+bench: $(BENCH_STAMP) ## time a workload beside its peers and the floor (ARGS="--workload all --plot times.png")
 	OMP_NUM_THREADS=1 $(PY) -m tests.benchmarks $(ARGS)
 
 lint: $(STAMP) ## ruff (lint, format check) and mypy

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -21,11 +22,14 @@ from autoshard.planner import PlanSpec, gather_facts, make_plan
 from autoshard.raggedness import Ragged, covers, ragged_weights
 from passes.errors import AutoshardError, CaptureError, PlanError, describe
 from passes.graph_pass import Context
+from passes.layout import Wire
 from passes.ops.redistribute import MEAN, NONE, SUM
 from passes.pipeline import normalize, shard_graph
 from passes.plan import ShardingPlan
 from passes.rewrite.parameters import edit as local_edit
 
+ExchangeDtype = torch.dtype | Wire | None
+_EXCHANGE_DTYPES = (torch.bfloat16, torch.float16, None)
 _RECORD = "_autoshard_record"
 M = TypeVar("M", bound=nn.Module)
 
@@ -58,6 +62,7 @@ def autoshard(
     input_placement: Placement = Shard(0),
     gradient_reduction: str = MEAN,
     ragged: Ragged = False,
+    exchange_dtype: ExchangeDtype = None,
 ) -> M:
     """Shards a model's embedding, embedding_bag and linear layers by column. Collective over the mesh.
 
@@ -84,6 +89,10 @@ def autoshard(
         ragged: True if the ranks' batches may differ in size (rows, ids, bags): their sizes travel before the values,
             with one host synchronisation per layer. Otherwise all ranks' batches must be of the same size. Globs over
             module paths or names of weights for the layers of which that is so, if it is not so for all.
+        exchange_dtype: torch.bfloat16 or torch.float16, in which the layers' results and their gradients travel where
+            they are wider; a pair of these or None, for results and for gradients. Each number is rounded once: for
+            bfloat16 by at most 2^-8 of its size, for float16 by 2^-11 between 6e-5 and 65504, above which it is
+            infinite. Ids, inputs, sums over the ranks and what belongs to parameters travel as they are.
 
     Returns:
         The model.
@@ -92,8 +101,15 @@ def autoshard(
         AutoshardError: on every rank of the mesh; its subclasses say what was wrong.
     """
     mesh = resolve_mesh(mesh, model)
-    group = mesh.get_group().group_name
-    settings = Settings(group, mesh.size(), input_placement, gradient_reduction, ragged, mesh.device_type)
+    settings = Settings(
+        mesh.get_group().group_name,
+        mesh.size(),
+        input_placement,
+        gradient_reduction,
+        ragged,
+        exchange_dtype,
+        mesh.device_type,
+    )
     prepared = agree(mesh, lambda: prepare(model, plan, example_inputs, settings), _text)
     _install(model, prepared, mesh, owner_meshes(mesh, prepared.plan), settings)
     model.__dict__[_RECORD] = Record(prepared.plan, prepared.diff, mesh)
@@ -109,7 +125,13 @@ class Settings:
     input_placement: Placement
     gradient_reduction: str
     ragged: Ragged
+    exchange_dtype: ExchangeDtype = None
     device_type: str = "cpu"
+
+    @property
+    def wire(self) -> Wire:
+        """In which dtypes results and their gradients travel."""
+        return self.exchange_dtype if isinstance(self.exchange_dtype, tuple) else (self.exchange_dtype,) * 2
 
     @property
     def batch_sharded(self) -> bool:
@@ -137,7 +159,15 @@ def prepare(model: nn.Module, plan: PlanSpec, example_inputs: Any, settings: Set
         ragged=ragged,
         device_type=settings.device_type,
     )
-    context = Context(sharding, settings.group, settings.world_size, settings.batch_sharded, settings.reduction, ragged)
+    context = Context(
+        sharding,
+        settings.group,
+        settings.world_size,
+        settings.batch_sharded,
+        settings.reduction,
+        ragged,
+        settings.wire,
+    )
     diffs = []
     for region in captured.regions:
         before = readable_code(region.graph)
@@ -266,6 +296,15 @@ def _check_arguments(model: nn.Module, settings: Settings) -> None:
                 f"got {settings.gradient_reduction!r}",
                 '"mean" or "sum"',
                 "Pass one of these two.",
+            )
+        )
+    if len(settings.wire) != 2 or any(dtype not in _EXCHANGE_DTYPES for dtype in settings.wire):
+        raise PlanError(
+            describe(
+                "exchange_dtype",
+                f"got {settings.exchange_dtype!r}",
+                "torch.bfloat16, torch.float16, None, or a pair of these",
+                "Pass one of these: results travel in it forward, their gradients backward.",
             )
         )
     for path, module in model.named_modules():

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -24,6 +25,8 @@ from autoshard.api import Prepared, Settings, prepare
 from autoshard.calibrate import calibrate
 from autoshard.verify import verify
 from passes.errors import AutoshardError, describe
+
+_DTYPES = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,7 +58,11 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument(
             "--replicated", action="store_true", help="all ranks get the same batch, rather than each its own"
         )
-        sub.set_defaults(command=command)
+        if command is not _plan:
+            sub.add_argument(
+                "--exchange-dtype", choices=_DTYPES, default="none", help="results and their gradients travel in it"
+            )
+        sub.set_defaults(command=command, exchange_dtype="none")
     text = "measure this machine: a hardware profile for AutoPlan(profile=...)"
     sub = commands.add_parser("calibrate", help=text, description=text)
     sub.add_argument("--world-size", type=int, default=2, help="number of ranks (default: 2)")
@@ -76,7 +83,8 @@ def _diff(options: argparse.Namespace) -> object:
 
 def _verify(options: argparse.Namespace) -> object:
     model, batch = (functools.partial(_build, options.target, part) for part in (0, 1))
-    return verify(model, batch, options.world_size, input_placement=_placement(options))
+    exchange_dtype = _DTYPES[options.exchange_dtype]
+    return verify(model, batch, options.world_size, input_placement=_placement(options), exchange_dtype=exchange_dtype)
 
 
 def _calibrate(options: argparse.Namespace) -> object:
@@ -93,7 +101,15 @@ def _prepared(options: argparse.Namespace) -> Prepared:
     try:
         group = dist.group.WORLD
         assert group is not None
-        settings = Settings(group.group_name, options.world_size, _placement(options), "mean", ragged=False)
+        exchange_dtype = _DTYPES[options.exchange_dtype]
+        settings = Settings(
+            group.group_name,
+            options.world_size,
+            _placement(options),
+            "mean",
+            ragged=False,
+            exchange_dtype=exchange_dtype,
+        )
         return prepare(model, "auto", example_inputs, settings)
     finally:
         dist.destroy_process_group()

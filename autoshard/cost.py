@@ -156,7 +156,7 @@ def _lookup(op: str, strategy: str, batch_sharded: bool, trained: bool, to_colum
             moves += wire.gathered(nbytes, batch_sharded=True, gradient=False)
     whole = strategy == REPLICATE
     if not (whole or to_columns):
-        moves += wire.spread(B * N, D, E, batch_sharded=batch_sharded, gradient=trained)
+        moves += wire.spread(B * N, D, (E, E), batch_sharded=batch_sharded, gradient=trained)
     width = D if whole else sympy.ceiling(D / (K if strategy == OWNED else W))
     rows = B * N if whole or not batch_sharded else W * B * N
     line = sympy.Max(width * E, C)
@@ -178,7 +178,7 @@ def _linear(
         made = sympy.ceiling(D / W)
         moves += wire.gathered(B * N * V * E / M, batch_sharded=batch_sharded, gradient=gradient)
         if not to_columns:
-            moves += wire.spread(B * N, D, E, batch_sharded=batch_sharded, gradient=trained or gradient)
+            moves += wire.spread(B * N, D, (E, E), batch_sharded=batch_sharded, gradient=trained or gradient)
             copied = 2 * (rows * made + B * N * D) * E
     else:
         taken = sympy.ceiling(V / W)

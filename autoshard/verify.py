@@ -21,11 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Shard
 from torch.utils import _pytree as pytree
 
-from autoshard.api import autoshard, sharding_plan
+from autoshard.api import ExchangeDtype, autoshard, sharding_plan
 from autoshard.launch import launch
 from autoshard.parameters import local_shapes, whole, whole_gradient
 from autoshard.planner import PlanSpec
 from passes.errors import EquivalenceError, describe
+from passes.layout import narrower
 from passes.ops.redistribute import MEAN, SUM
 from passes.plan import ShardingPlan
 
@@ -102,6 +103,7 @@ class _Job:
     backend: str | None
     input_placement: Placement
     gradient_reduction: str
+    exchange_dtype: ExchangeDtype
     example_inputs: bool
     dtype: torch.dtype
     optimizer: str
@@ -120,6 +122,7 @@ def verify(
     backend: str = "gloo",
     input_placement: Placement = Shard(0),
     gradient_reduction: str = MEAN,
+    exchange_dtype: ExchangeDtype = None,
     example_inputs: bool = False,
     dtype: torch.dtype = torch.float64,
     optimizer: str = "sgd",
@@ -143,6 +146,7 @@ def verify(
         backend: of torch.distributed.
         input_placement: as in `autoshard`; with `Replicate()` all ranks get the batch of rank 0.
         gradient_reduction: as in `autoshard`.
+        exchange_dtype: as in `autoshard`; the tolerance is then at least that of this dtype.
         example_inputs: True gives `autoshard` the first batch, so that the model is captured by torch.export.
         dtype: floating point parameters, buffers and inputs are converted to it.
         optimizer: "sgd", "adam" or "adagrad".
@@ -167,6 +171,7 @@ def verify(
         "inductor" if compile is True else compile or None,
         input_placement,
         gradient_reduction,
+        exchange_dtype,
         example_inputs,
         dtype,
         optimizer,
@@ -174,12 +179,18 @@ def verify(
         train,
     )
     comparisons, graphs, breaks, used = launch(_verify_on_rank, (job,), world_size, backend, timeout)[0]
-    limit = _TOLERANCE[dtype] if tolerance is None else tolerance
+    limit = _tolerance(dtype, exchange_dtype) if tolerance is None else tolerance
     certificate = Certificate(comparisons, limit, world_size, job.backend is not None, graphs, breaks, used)
     wrong = [c for c in comparisons if not c.difference <= limit]
     if wrong:
         raise EquivalenceError(_report(wrong, limit))
     return certificate
+
+
+def _tolerance(dtype: torch.dtype, exchange_dtype: ExchangeDtype) -> float:
+    """Of the narrowest dtype that values have on their way."""
+    wires = exchange_dtype if isinstance(exchange_dtype, tuple) else (exchange_dtype,)
+    return max(_TOLERANCE[narrower(dtype, wire)] for wire in wires)
 
 
 def _report(wrong: list[Comparison], limit: float) -> str:
@@ -220,6 +231,7 @@ def _verify_on_rank(job: _Job) -> tuple[tuple[Comparison, ...], int, int, Shardi
         example_inputs=example,
         input_placement=job.input_placement,
         gradient_reduction=job.gradient_reduction,
+        exchange_dtype=job.exchange_dtype,
     )
     plan = sharding_plan(sharded)
     torch._dynamo.reset()

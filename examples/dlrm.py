@@ -70,7 +70,10 @@ class DLRM(nn.Module):
 
     def forward(self, counts: Tensor, ids: Tensor) -> Tensor:
         dense = self.bottom(counts)
-        pooled = [table(ids[:, i : i + 1]) for i, table in enumerate(self.tables)]
+        return self.interact(dense, [table(ids[:, i : i + 1]) for i, table in enumerate(self.tables)])
+
+    def interact(self, dense: Tensor, pooled: list[Tensor]) -> Tensor:
+        """The vector of the counts and those of the tables, each (B, dim) -> logits (B,)."""
         vectors = torch.stack([dense, *pooled], dim=1)
         dots = torch.bmm(vectors, vectors.transpose(1, 2))
         pairs = dots[:, self.first, self.second]

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassBase
 
+from passes.layout import AS_IT_IS, Wire
 from passes.plan import ShardingPlan
 from passes.traffic import Traffic
 
@@ -28,6 +29,7 @@ class Context:
         batch_sharded: True if activations are Shard(0), False if they are replicated.
         reduction: a parameter's gradient, over the ranks' own: "mean", "sum", or "none" for replicated activations.
         ragged: the weights at whose sites the ranks' batches may differ in size.
+        wire: in which dtypes results travel, forward and backward, if theirs is wider.
     """
 
     plan: ShardingPlan
@@ -36,6 +38,7 @@ class Context:
     batch_sharded: bool
     reduction: str
     ragged: frozenset[str] = frozenset()
+    wire: Wire = AS_IT_IS
 
 
 @dataclasses.dataclass(frozen=True)

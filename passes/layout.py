@@ -29,6 +29,16 @@ def owner_sizes(length: int, parts: int, owners: Sequence[int]) -> list[int]:
     return [sizes.get(part, 0) for part in range(parts)]
 
 
+# In which dtypes results travel, forward and backward; None for their own.
+Wire = tuple[torch.dtype | None, torch.dtype | None]
+AS_IT_IS: Wire = (None, None)
+
+
+def narrower(own: torch.dtype, wire: torch.dtype | None) -> torch.dtype:
+    """In which dtype values travel: in `wire` if it has fewer bytes than their own."""
+    return own if wire is None or wire.itemsize >= own.itemsize else wire
+
+
 def id_dtype(num_embeddings: int) -> torch.dtype:
     """In which dtype ids of a table travel: int32 holds all of them, and one that is out of range, below 2^31 rows."""
     return torch.int32 if num_embeddings < 2**31 else torch.int64

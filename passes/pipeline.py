@@ -18,6 +18,7 @@ from passes.ops import redistribute
 from passes.ops.renorm import renorm
 from passes.optimize.keep_columns import KeepColumns
 from passes.optimize.merge_collectives import MergeCollectives
+from passes.optimize.narrow_results import NarrowResults
 from passes.rewrite import embedding, embedding_bag, linear, owned, parameters
 from passes.rewrite.sandwich import Known, Sandwich
 from passes.shapes import check_shapes
@@ -233,6 +234,7 @@ def shard_graph(
         ReplicateParameters(context, model_parameters, prefix),
         keep,
         merge,
+        NarrowResults(context, model_parameters, prefix),
     ]
     for graph_pass in passes:
         graph_pass(graph_module)

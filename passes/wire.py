@@ -26,21 +26,27 @@ def gathered(nbytes: sympy.Expr, *, batch_sharded: bool, gradient: bool) -> list
 
 
 def spread(
-    rows: sympy.Expr, num_columns: Any, itemsize: Any, *, batch_sharded: bool, gradient: bool, ragged: bool = False
+    rows: sympy.Expr,
+    num_columns: Any,
+    itemsizes: tuple[Any, Any],
+    *,
+    batch_sharded: bool,
+    gradient: bool,
+    ragged: bool = False,
 ) -> list[Move]:
     """Every rank's columns are put together again: Shard(-1) -> Shard(0), or -> Replicate for replicated rows.
 
     Args:
         rows: of one rank.
         num_columns: D, of all ranks together.
-        itemsize: bytes of an element.
+        itemsizes: bytes of an element that travels, forward and backward.
         batch_sharded: True if each rank has its own rows.
         gradient: True if a gradient goes back.
         ragged: True if each rank's columns are padded to those of the widest.
     """
     if batch_sharded:
-        return _exchanged(rows, num_columns, itemsize, gradient, ragged)
-    return [("all_gather", FORWARD, rows * _widest(num_columns) * itemsize)]
+        return _exchanged(rows, num_columns, itemsizes, gradient, ragged)
+    return [("all_gather", FORWARD, rows * _widest(num_columns) * itemsizes[0])]
 
 
 def own_columns(
@@ -51,7 +57,7 @@ def own_columns(
     The arguments are those of `spread`.
     """
     if batch_sharded:
-        return _exchanged(rows, num_columns, itemsize, gradient, ragged)
+        return _exchanged(rows, num_columns, (itemsize, itemsize), gradient, ragged)
     return [("all_gather", BACKWARD, rows * _widest(num_columns) * itemsize)] if gradient else []
 
 
@@ -77,9 +83,12 @@ def reduced(nbytes: sympy.Expr, *, batch_sharded: bool) -> list[Move]:
     return [("all_reduce", BACKWARD, nbytes)] if batch_sharded else []
 
 
-def _exchanged(rows: sympy.Expr, num_columns: Any, itemsize: Any, gradient: bool, ragged: bool) -> list[Move]:
+def _exchanged(
+    rows: sympy.Expr, num_columns: Any, itemsizes: tuple[Any, Any], gradient: bool, ragged: bool
+) -> list[Move]:
     width = _widest(num_columns) * W if ragged else num_columns
-    return [("all_to_all", direction, rows * width * itemsize) for direction in _directions(gradient)]
+    directions = zip(_directions(gradient), itemsizes, strict=False)
+    return [("all_to_all", direction, rows * width * itemsize) for direction, itemsize in directions]
 
 
 def _widest(num_columns: Any) -> sympy.Expr:

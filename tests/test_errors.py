@@ -103,6 +103,14 @@ def other_reduction(mesh: DeviceMesh) -> None:
     autoshard(tower(), mesh, gradient_reduction="max")
 
 
+def other_exchange_dtype(mesh: DeviceMesh) -> None:
+    autoshard(tower(), mesh, exchange_dtype=(torch.bfloat16, torch.int8))
+
+
+def three_exchange_dtypes(mesh: DeviceMesh) -> None:
+    autoshard(tower(), mesh, exchange_dtype=(None, None, None))  # type: ignore[arg-type]  # on purpose
+
+
 def id_out_of_range(mesh: DeviceMesh) -> None:
     model = autoshard(tower(), mesh)
     model(torch.tensor([1, 10 if mesh.get_local_rank() == 1 else 9, 3]))
@@ -173,6 +181,8 @@ CASES: list[tuple[Callable[[DeviceMesh], None], type[Exception], str]] = [
     (no_module, package.CaptureError, r"expected an nn\.Module"),
     (other_placement, package.PlanError, r"input_placement.*expected Shard\(0\) or Replicate\(\)"),
     (other_reduction, package.PlanError, r"gradient_reduction: got 'max'"),
+    (other_exchange_dtype, package.PlanError, r"exchange_dtype: got .*int8.*expected torch.bfloat16, torch.float16"),
+    (three_exchange_dtypes, package.PlanError, r"exchange_dtype: got \(None, None, None\)"),
     (id_out_of_range, package.IdRangeError, r"table: id 10 is out of range; expected ids from 0 to 9"),
     (negative_id, package.IdRangeError, r"table: id -1 is out of range; expected ids from 0 to 9"),
     (sizes_differ, package.InputError, r"table: .*rank 0: \(3,\), rank 1: \(4,\).*ragged=True"),

@@ -3,7 +3,8 @@
 The operators of `torch.ops._c10d_functional` have kept their schema over these versions, while the Python functions
 around them (`all_gather_tensor`, `all_gather_single`, `*_autograd`) were renamed and gained gradients of their own.
 Groups go by name, so that a call can stand in a graph's text. Each call waits for its result at once: Inductor moves
-the wait.
+the wait. What only moves values may take a `dtype` for their way: wider ones travel in it, and come out as they were
+but for its rounding.
 
 With W ranks in the group, every function works along dimension 0:
 
@@ -21,6 +22,8 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
+
+from passes.layout import narrower
 
 _ops = torch.ops._c10d_functional
 
@@ -40,10 +43,10 @@ def group_rank(group: str) -> int:
 vars(group_rank)["_dynamo_marked_constant"] = True
 
 
-def all_gather(x: Tensor, group: str) -> Tensor:
+def all_gather(x: Tensor, group: str, dtype: torch.dtype | None = None) -> Tensor:
     """(n, ...) -> (W*n, ...)."""
-    gathered = _ops.all_gather_into_tensor(x.contiguous(), group_size(group), group)
-    return cast(Tensor, _ops.wait_tensor(gathered))
+    gathered = _ops.all_gather_into_tensor(_narrowed(x, dtype).contiguous(), group_size(group), group)
+    return cast(Tensor, _ops.wait_tensor(gathered)).to(x.dtype)
 
 
 def reduce_scatter(x: Tensor, group: str) -> Tensor:
@@ -57,7 +60,11 @@ def all_reduce(x: Tensor, group: str, op: str = "sum") -> Tensor:
     return cast(Tensor, _ops.wait_tensor(_ops.all_reduce(x.contiguous(), op, group)))
 
 
-def all_to_all(x: Tensor, receive: list[int], send: list[int], group: str) -> Tensor:
+def all_to_all(x: Tensor, receive: list[int], send: list[int], group: str, dtype: torch.dtype | None = None) -> Tensor:
     """Sends `send[r]` rows to rank r, in order, and receives `receive[r]` rows from it."""
-    exchanged = _ops.all_to_all_single(x.contiguous(), receive, send, group)
-    return cast(Tensor, _ops.wait_tensor(exchanged))
+    exchanged = _ops.all_to_all_single(_narrowed(x, dtype).contiguous(), receive, send, group)
+    return cast(Tensor, _ops.wait_tensor(exchanged)).to(x.dtype)
+
+
+def _narrowed(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return x if dtype is None else x.to(narrower(x.dtype, dtype))

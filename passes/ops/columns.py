@@ -2,7 +2,7 @@
 
 W ranks. Of a matrix (B, D) on each rank, W*B rows in all, rank r has B rows of all D columns, or all rows of d columns.
 Several matrices, of any B and D, share one message, packed by destination: for rank 0 its part of the first, of the
-second, ...; for rank 1, ...
+second, ...; for rank 1, ... A `dtype` is that of `collectives`: in which wider values travel.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from passes.layout import chunk_sizes
 from passes.ops.collectives import all_to_all, group_rank, group_size
 
 
-def columns_for_rows(group: str, num_columns: tuple[int, ...], *matrices: Tensor) -> tuple[Tensor, ...]:
+def columns_for_rows(
+    group: str, num_columns: tuple[int, ...], *matrices: Tensor, dtype: torch.dtype | None = None
+) -> tuple[Tensor, ...]:
     """For each (W*B, d) -> (B, D): every rank's columns of this rank's rows, side by side in order."""
     world, rank = group_size(group), group_rank(group)
     sizes = [chunk_sizes(columns, world) for columns in num_columns]
@@ -24,7 +26,7 @@ def columns_for_rows(group: str, num_columns: tuple[int, ...], *matrices: Tensor
     by_rank = [x.reshape(world, n * owned[rank]) for x, n, owned in zip(matrices, rows, sizes, strict=True)]
     packed = by_rank[0] if len(by_rank) == 1 else torch.cat(by_rank, 1)
     blocks = [[n * owned[source] for n, owned in zip(rows, sizes, strict=True)] for source in range(world)]
-    came = all_to_all(packed.flatten(), [sum(block) for block in blocks], [packed.size(1)] * world, group)
+    came = all_to_all(packed.flatten(), [sum(block) for block in blocks], [packed.size(1)] * world, group, dtype)
     pieces = came.split([size for block in blocks for size in block])
     return tuple(
         side_by_side([pieces[source * len(rows) + place].view(n, owned[source]) for source in range(world)], owned)
@@ -32,7 +34,9 @@ def columns_for_rows(group: str, num_columns: tuple[int, ...], *matrices: Tensor
     )
 
 
-def rows_for_columns(group: str, num_columns: tuple[int, ...], *matrices: Tensor) -> tuple[Tensor, ...]:
+def rows_for_columns(
+    group: str, num_columns: tuple[int, ...], *matrices: Tensor, dtype: torch.dtype | None = None
+) -> tuple[Tensor, ...]:
     """For each (B, D) -> (W*B, d): the inverse of `columns_for_rows`."""
     world, rank = group_size(group), group_rank(group)
     sizes = [chunk_sizes(columns, world) for columns in num_columns]
@@ -41,7 +45,7 @@ def rows_for_columns(group: str, num_columns: tuple[int, ...], *matrices: Tensor
     split = [x.split(owned, 1) for x, owned in zip(matrices, sizes, strict=True)]
     packed = torch.cat([pieces[target].reshape(-1) for target in range(world) for pieces in split])
     send = [sum(n * owned[target] for n, owned in zip(rows, sizes, strict=True)) for target in range(world)]
-    came = all_to_all(packed, [sum(own)] * world, send, group).view(world, sum(own)).split(own, 1)
+    came = all_to_all(packed, [sum(own)] * world, send, group, dtype).view(world, sum(own)).split(own, 1)
     return tuple(piece.reshape(world * n, owned[rank]) for piece, n, owned in zip(came, rows, sizes, strict=True))
 
 

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from passes.layout import AS_IT_IS, Wire
 from passes.ops.collectives import all_to_all, group_rank
 from passes.ops.redistribute import apply
 
@@ -48,14 +49,14 @@ class _ExchangeAtOnce(Function):
     """`_Exchange` with its all_to_all inside."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, receive: list[int], send: list[int], total: int, group: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, receive: list[int], send: list[int], total: int, group: str, wire: Wire) -> Tensor:
         # Dynamo hands a size on to the backward only if it was made in here, or is that of a tensor.
-        ctx.arguments = ([size + 0 for size in send], [size + 0 for size in receive], x.size(0), group)
-        return all_to_all(x, receive, send, group).narrow(0, 0, total)
+        ctx.arguments = ([size + 0 for size in send], [size + 0 for size in receive], x.size(0), group, wire[::-1])
+        return all_to_all(x, receive, send, group, wire[0]).narrow(0, 0, total)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return apply(_ExchangeAtOnce, gradient, *ctx.arguments), None, None, None, None
+        return apply(_ExchangeAtOnce, gradient, *ctx.arguments), None, None, None, None, None
 
 
 def rank_order(num_ranks: int, stagger: int = 1) -> list[int]:
@@ -120,7 +121,9 @@ def exchange_lengths(lengths: Tensor, features_per_rank: Sequence[int], group: s
     return all_to_all(lengths, receive, [count * batch for count in features_per_rank], group)
 
 
-def exchange_jagged(x: Tensor, receive: list[int], send: list[int], total: int, group: str) -> Tensor:
+def exchange_jagged(
+    x: Tensor, receive: list[int], send: list[int], total: int, group: str, wire: Wire = AS_IT_IS
+) -> Tensor:
     """(sum of send, ...) -> (total, ...), with a gradient: rows by destination -> rows by source.
 
     Args:
@@ -129,9 +132,10 @@ def exchange_jagged(x: Tensor, receive: list[int], send: list[int], total: int, 
         send: the rows that go to each rank.
         total: the sum of `receive`. Inside of torch.compile, where these are unbacked sizes, it must be one of its own.
         group: name of the process group.
+        wire: in which dtypes x, and its gradient, travel if theirs is wider.
     """
     torch._check(total <= sum(receive))
-    return x if len(send) == 1 else apply(_ExchangeAtOnce, x, receive, send, total, group)
+    return x if len(send) == 1 else apply(_ExchangeAtOnce, x, receive, send, total, group, wire)
 
 
 def launch(x: Tensor, receive: list[int], send: list[int], group: str) -> Tensor:

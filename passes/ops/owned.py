@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from passes.layout import id_dtype, owner_sizes
+from passes.layout import AS_IT_IS, Wire, id_dtype, owner_sizes
 from passes.ops import lookup, owned_checks
 from passes.ops.collectives import all_to_all, group_rank, group_size
 from passes.ops.jagged import exchange_jagged
@@ -227,7 +227,9 @@ def embedding_bag(
     return out if bags is None else out.index_select(0, bags)
 
 
-def send_back(sent: Sent, columns: Sequence[Tensor | None], shards: Sequence[Tensor]) -> list[Tensor]:
+def send_back(
+    sent: Sent, columns: Sequence[Tensor | None], shards: Sequence[Tensor], *, wire: Wire = AS_IT_IS
+) -> list[Tensor]:
     """The results of all lookups: for each (..., D), the rows of this rank with all columns.
 
     Args:
@@ -235,6 +237,7 @@ def send_back(sent: Sent, columns: Sequence[Tensor | None], shards: Sequence[Ten
         columns: what the lookups gave.
         shards: this rank's columns of the tables. A rank that looks up nothing has a gradient to send all the same, and
             gets it into its graph through those that are empty.
+        wire: in which dtypes the results, and their gradient, travel if theirs is wider.
     """
     found = [x for x in columns if x is not None]
     empty = [x.reshape(-1) for x in shards if x.size(1) == 0]
@@ -257,7 +260,7 @@ def send_back(sent: Sent, columns: Sequence[Tensor | None], shards: Sequence[Ten
     per_rank = len(sent.own)
     receive = [sum(rows * d for rows, d in blocks[r * per_rank : (r + 1) * per_rank]) for r in range(world)]
     total = sum(rows * d for rows, d in blocks)
-    came = exchange_jagged(flat, receive, way.send, total, sent.group).split([rows * d for rows, d in blocks])
+    came = exchange_jagged(flat, receive, way.send, total, sent.group, wire).split([rows * d for rows, d in blocks])
     results = []
     for place, x in enumerate(sent.own):
         pieces = [came[rank * per_rank + place].view(x.rows, d) for rank, d in enumerate(sent.sizes[place]) if d]

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from passes.layout import chunk_sizes
+from passes.layout import AS_IT_IS, Wire, chunk_sizes
 from passes.ops import checks
 from passes.ops.collectives import all_gather, all_to_all, group_rank
 from passes.ops.columns import side_by_side
@@ -58,34 +58,34 @@ class _ColumnsToRowsRagged(Function):
     """(N, ..., d) -> (n, ..., D)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: int, counts: list[int], num_columns: int, group: str) -> Tensor:
-        ctx.arguments = (x.size(0), counts, num_columns, group)
+    def forward(ctx: Any, x: Tensor, rows: int, counts: list[int], num_columns: int, group: str, wire: Wire) -> Tensor:
+        ctx.arguments = (x.size(0), counts, num_columns, group, wire[::-1])
         world = len(counts)
         sizes = chunk_sizes(num_columns, world)
         padded = F.pad(x, (0, sizes[0] - x.size(-1)))
-        received = all_to_all(padded, [rows] * world, counts, group)
+        received = all_to_all(padded, [rows] * world, counts, group, wire[0])
         return side_by_side(received.view(world, rows, *padded.shape[1:]), sizes)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return apply(_RowsToColumnsRagged, gradient, *ctx.arguments), None, None, None, None
+        return apply(_RowsToColumnsRagged, gradient, *ctx.arguments), None, None, None, None, None
 
 
 class _RowsToColumnsRagged(Function):
     """(n, ..., D) -> (N, ..., d)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, total: int, counts: list[int], num_columns: int, group: str) -> Tensor:
-        ctx.arguments = (x.size(0), counts, num_columns, group)
+    def forward(ctx: Any, x: Tensor, total: int, counts: list[int], num_columns: int, group: str, wire: Wire) -> Tensor:
+        ctx.arguments = (x.size(0), counts, num_columns, group, wire[::-1])
         world = len(counts)
         sizes = chunk_sizes(num_columns, world)
         by_rank = F.pad(x, (0, world * sizes[0] - num_columns)).unflatten(-1, (world, sizes[0]))
-        received = all_to_all(by_rank.movedim(-2, 0).flatten(0, 1), counts, [x.size(0)] * world, group)
+        received = all_to_all(by_rank.movedim(-2, 0).flatten(0, 1), counts, [x.size(0)] * world, group, wire[0])
         return received.narrow(0, 0, total)[..., : sizes[group_rank(group)]].contiguous()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return apply(_ColumnsToRowsRagged, gradient, *ctx.arguments), None, None, None, None
+        return apply(_ColumnsToRowsRagged, gradient, *ctx.arguments), None, None, None, None, None
 
 
 def exchange_counts(
@@ -181,7 +181,14 @@ def bag_counts(
 
 
 def rearrange_ragged(
-    columns: Tensor, like: Tensor, counts: list[int], num_columns: int, group: str, *, feature_dims: int = 0
+    columns: Tensor,
+    like: Tensor,
+    counts: list[int],
+    num_columns: int,
+    group: str,
+    *,
+    feature_dims: int = 0,
+    wire: Wire = AS_IT_IS,
 ) -> Tensor:
     """Shard(-1) -> Shard(0): (N, ..., d) -> (n, ..., D), this rank's rows with all their columns.
 
@@ -192,10 +199,11 @@ def rearrange_ragged(
         num_columns: D.
         group: name of the process group.
         feature_dims: as in `exchange_counts`.
+        wire: in which dtypes the columns, and their gradient, travel if theirs is wider.
     """
     shape = like.shape[: like.dim() - feature_dims]
     rows = shape[0] if shape else 1
-    return apply(_ColumnsToRowsRagged, columns, rows, counts[:-1], num_columns, group).view(*shape, num_columns)
+    return apply(_ColumnsToRowsRagged, columns, rows, counts[:-1], num_columns, group, wire).view(*shape, num_columns)
 
 
 def rearrange_bags_ragged(
@@ -206,15 +214,17 @@ def rearrange_bags_ragged(
     counts: list[int],
     num_columns: int,
     group: str,
+    *,
+    wire: Wire = AS_IT_IS,
 ) -> Tensor:
     """`rearrange_ragged` for bags: (bags of all ranks, d) -> (this rank's bags, D)."""
     rows = ids.size(0) if offsets is None else offsets.size(0) - int(include_last_offset)
-    return apply(_ColumnsToRowsRagged, columns, rows, counts[:-1], num_columns, group)
+    return apply(_ColumnsToRowsRagged, columns, rows, counts[:-1], num_columns, group, wire)
 
 
 def rows_to_columns_ragged(x: Tensor, counts: list[int], num_columns: int, group: str) -> Tensor:
     """Shard(0) -> Shard(-1): (n, ..., D) -> (N, ..., d), this rank's columns of all ranks' rows."""
-    return apply(_RowsToColumnsRagged, _batched(x, 1), counts[-1], counts[:-1], num_columns, group)
+    return apply(_RowsToColumnsRagged, _batched(x, 1), counts[-1], counts[:-1], num_columns, group, AS_IT_IS)
 
 
 def reduce_scatter_ragged(partial: Tensor, like: Tensor, counts: list[int], group: str) -> Tensor:

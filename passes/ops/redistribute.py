@@ -37,7 +37,7 @@ from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 
 from passes.errors import InputError, describe
-from passes.layout import chunk_offset, chunk_sizes
+from passes.layout import AS_IT_IS, Wire, chunk_offset, chunk_sizes
 from passes.ops import checks
 from passes.ops.collectives import (
     all_gather,
@@ -80,58 +80,58 @@ class _ColumnsToRows(Function):
     """(W*B, d) -> (B, D)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, num_columns: int, group: str) -> Tensor:
-        ctx.num_columns, ctx.group = num_columns, group
-        (rows,) = columns_for_rows(group, (num_columns,), x)
+    def forward(ctx: Any, x: Tensor, num_columns: int, group: str, wire: Wire) -> Tensor:
+        ctx.num_columns, ctx.group, ctx.wire = num_columns, group, wire
+        (rows,) = columns_for_rows(group, (num_columns,), x, dtype=wire[0])
         return rows
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return apply(_RowsToColumns, gradient, ctx.num_columns, ctx.group), None, None
+        return apply(_RowsToColumns, gradient, ctx.num_columns, ctx.group, ctx.wire[::-1]), None, None, None
 
 
 class _RowsToColumns(Function):
     """(B, D) -> (W*B, d)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, num_columns: int, group: str) -> Tensor:
-        ctx.num_columns, ctx.group = num_columns, group
-        (columns,) = rows_for_columns(group, (num_columns,), x)
+    def forward(ctx: Any, x: Tensor, num_columns: int, group: str, wire: Wire) -> Tensor:
+        ctx.num_columns, ctx.group, ctx.wire = num_columns, group, wire
+        (columns,) = rows_for_columns(group, (num_columns,), x, dtype=wire[0])
         return columns
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return apply(_ColumnsToRows, gradient, ctx.num_columns, ctx.group), None, None
+        return apply(_ColumnsToRows, gradient, ctx.num_columns, ctx.group, ctx.wire[::-1]), None, None, None
 
 
 class _GatherColumns(Function):
     """(N, d) -> (N, D)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, num_columns: int, group: str) -> Tensor:
-        ctx.num_columns, ctx.group = num_columns, group
+    def forward(ctx: Any, x: Tensor, num_columns: int, group: str, wire: Wire) -> Tensor:
+        ctx.num_columns, ctx.group, ctx.wire = num_columns, group, wire
         sizes = chunk_sizes(num_columns, group_size(group))
         padded = torch.nn.functional.pad(x, (0, sizes[0] - x.size(1)))
-        return side_by_side(all_gather(padded, group).view(len(sizes), *padded.shape), sizes)
+        return side_by_side(all_gather(padded, group, wire[0]).view(len(sizes), *padded.shape), sizes)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return apply(_SliceColumns, gradient, ctx.num_columns, ctx.group), None, None
+        return apply(_SliceColumns, gradient, ctx.num_columns, ctx.group, ctx.wire[::-1]), None, None, None
 
 
 class _SliceColumns(Function):
     """(N, D) -> (N, d)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, num_columns: int, group: str) -> Tensor:
-        ctx.num_columns, ctx.group = num_columns, group
+    def forward(ctx: Any, x: Tensor, num_columns: int, group: str, wire: Wire) -> Tensor:
+        ctx.num_columns, ctx.group, ctx.wire = num_columns, group, wire
         world, rank = group_size(group), group_rank(group)
         start = chunk_offset(num_columns, world, rank)
         return x.narrow(1, start, chunk_sizes(num_columns, world)[rank]).contiguous()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return apply(_GatherColumns, gradient, ctx.num_columns, ctx.group), None, None
+        return apply(_GatherColumns, gradient, ctx.num_columns, ctx.group, ctx.wire[::-1]), None, None, None
 
 
 class _CopyToColumns(Function):
@@ -257,7 +257,7 @@ def reduce_scatter_batch(partial: Tensor, like: Tensor | None, group: str, *, fe
 
 
 def rearrange_columns(
-    columns: Tensor, like: Tensor | None, num_columns: int, group: str, *, feature_dims: int = 0
+    columns: Tensor, like: Tensor | None, num_columns: int, group: str, *, feature_dims: int = 0, wire: Wire = AS_IT_IS
 ) -> Tensor:
     """Shard(-1) -> Shard(0): this rank's rows with all their columns.
 
@@ -267,12 +267,13 @@ def rearrange_columns(
             the result is (B, ..., D).
         num_columns: D.
         group: name of the process group.
+        wire: in which dtypes the columns, and their gradient, travel if theirs is wider.
 
     Returns:
         (B, ..., D), contiguous.
     """
     shape = leading_dims(columns, like, group, feature_dims)
-    return apply(_ColumnsToRows, as_matrix(columns), num_columns, group).view(*shape, num_columns)
+    return apply(_ColumnsToRows, as_matrix(columns), num_columns, group, wire).view(*shape, num_columns)
 
 
 def leading_dims(x: Tensor, like: Tensor | None, group: str, feature_dims: int) -> Sequence[int]:
@@ -282,14 +283,14 @@ def leading_dims(x: Tensor, like: Tensor | None, group: str, feature_dims: int) 
     return like.shape[: like.dim() - feature_dims]
 
 
-def gather_columns(columns: Tensor, num_columns: int, group: str, *, at: str) -> Tensor:
-    """Shard(-1) -> Replicate: (..., d) -> (..., D) on every rank.
+def gather_columns(columns: Tensor, num_columns: int, group: str, *, at: str, wire: Wire = AS_IT_IS) -> Tensor:
+    """Shard(-1) -> Replicate: (..., d) -> (..., D) on every rank; `wire` as in `rearrange_columns`.
 
     Raises:
         InputError: in eager mode, on all ranks, if the replicated inputs had different sizes.
     """
     checks.check_equal_sizes(columns[..., :0], group, at)
-    out = apply(_GatherColumns, as_matrix(columns), num_columns, group)
+    out = apply(_GatherColumns, as_matrix(columns), num_columns, group, wire)
     return out.view(*columns.shape[:-1], num_columns)
 
 
@@ -301,13 +302,13 @@ def rows_to_columns(x: Tensor, num_columns: int, group: str, *, at: str) -> Tens
     """
     x = x.unsqueeze(0) if x.dim() == 1 else x
     checks.check_equal_sizes(x, group, at)
-    columns = apply(_RowsToColumns, as_matrix(x), num_columns, group)
+    columns = apply(_RowsToColumns, as_matrix(x), num_columns, group, AS_IT_IS)
     return columns.view(x.size(0) * group_size(group), *x.shape[1:-1], columns.size(1))
 
 
 def slice_columns(x: Tensor, num_columns: int, group: str) -> Tensor:
     """Replicate -> Shard(-1): (..., D) -> (..., d), this rank's columns."""
-    columns = apply(_SliceColumns, as_matrix(x), num_columns, group)
+    columns = apply(_SliceColumns, as_matrix(x), num_columns, group, AS_IT_IS)
     return columns.view(*x.shape[:-1], columns.size(1))
 
 

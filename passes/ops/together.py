@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 
+from passes.layout import AS_IT_IS, Wire
 from passes.ops import checks, redistribute
 from passes.ops.collectives import all_gather, group_size, reduce_scatter
 from passes.ops.columns import columns_for_rows, rows_for_columns
@@ -66,32 +67,38 @@ class _RearrangeTogether(Function):
     """For each (W*B, d) -> (B, D)."""
 
     @staticmethod
-    def forward(ctx: Any, group: str, num_columns: tuple[int, ...], *matrices: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, group: str, num_columns: tuple[int, ...], wire: Wire, *matrices: Tensor
+    ) -> tuple[Tensor, ...]:
         _keep_absent(ctx)
         world = group_size(group)
         ctx.group, ctx.num_columns, ctx.rows = group, num_columns, [x.size(0) // world for x in matrices]
-        return columns_for_rows(group, num_columns, *matrices)
+        ctx.wire = wire
+        return _to_rows(group, num_columns, wire, *matrices)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         shapes = list(zip(ctx.rows, ctx.num_columns, strict=True))
         places, whole = _present(gradients, shapes, ctx.group)
         widths = tuple(ctx.num_columns[place] for place in places)
-        found = _run(_SpreadTogether, rows_for_columns, ctx.group, widths, *whole)
-        return None, None, *_in_places(len(gradients), places, found)
+        found = _run(_SpreadTogether, _to_columns, ctx.group, widths, ctx.wire[::-1], *whole)
+        return None, None, None, *_in_places(len(gradients), places, found)
 
 
 class _SpreadTogether(Function):
     """For each (B, D) -> (W*B, d)."""
 
     @staticmethod
-    def forward(ctx: Any, group: str, num_columns: tuple[int, ...], *matrices: Tensor) -> tuple[Tensor, ...]:
-        ctx.group, ctx.num_columns = group, num_columns
-        return rows_for_columns(group, num_columns, *matrices)
+    def forward(
+        ctx: Any, group: str, num_columns: tuple[int, ...], wire: Wire, *matrices: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.group, ctx.num_columns, ctx.wire = group, num_columns, wire
+        return _to_columns(group, num_columns, wire, *matrices)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, None, *_run(_RearrangeTogether, columns_for_rows, ctx.group, ctx.num_columns, *gradients)
+        found = _run(_RearrangeTogether, _to_rows, ctx.group, ctx.num_columns, ctx.wire[::-1], *gradients)
+        return None, None, None, *found
 
 
 class _ReduceGradients(Function):
@@ -184,6 +191,7 @@ def rearrange_together(
     group: str,
     *,
     feature_dims: Sequence[int],
+    wire: Wire = AS_IT_IS,
 ) -> list[Tensor]:
     """`rearrange_columns` of each: this rank's columns of all ranks' rows -> this rank's rows with all columns.
 
@@ -191,6 +199,7 @@ def rearrange_together(
         columns: (W*B, ..., d); B, the rest of the shape, and d may differ from tensor to tensor.
         likes, num_columns, feature_dims: for each, as in `rearrange_columns`.
         group: name of the process group.
+        wire: for all, as in `rearrange_columns`.
 
     Returns:
         For each (B, ..., D), contiguous.
@@ -199,7 +208,7 @@ def rearrange_together(
     for places in _by_kind(columns):
         chosen = [redistribute.as_matrix(columns[place]) for place in places]
         widths = tuple(num_columns[place] for place in places)
-        matrices = _run(_RearrangeTogether, columns_for_rows, group, widths, *chosen)
+        matrices = _run(_RearrangeTogether, _to_rows, group, widths, wire, *chosen)
         for place, matrix in zip(places, matrices, strict=True):
             like, x = likes[place], columns[place]
             leading = redistribute.leading_dims(x, like, group, feature_dims[place])
@@ -255,6 +264,14 @@ def _own_sums(group: str, *tensors: Tensor) -> tuple[Tensor, ...]:
     pieces = reduce_scatter(torch.cat(rows, 1).flatten(), group).split([x.size(1) for x in rows])
     # Copies: torch refuses to change in place what a Function has made a view.
     return tuple(p.view(x.size(0) // world, *x.shape[1:]).clone() for x, p in zip(tensors, pieces, strict=True))
+
+
+def _to_rows(group: str, num_columns: tuple[int, ...], wire: Wire, *matrices: Tensor) -> tuple[Tensor, ...]:
+    return columns_for_rows(group, num_columns, *matrices, dtype=wire[0])
+
+
+def _to_columns(group: str, num_columns: tuple[int, ...], wire: Wire, *matrices: Tensor) -> tuple[Tensor, ...]:
+    return rows_for_columns(group, num_columns, *matrices, dtype=wire[0])
 
 
 def _as_they_are(group: str, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -125,5 +125,5 @@ def _moves(sandwich: Sandwich, ragged: bool) -> None:
     if isinstance(weights, fx.Node):
         nbytes = rows_of(weights) * itemsize_of(weights, sandwich.weight.dtype)
         sandwich.note(wire.sent(nbytes, owners, gradient=weights in sandwich.differentiable))
-    itemsize, gradient = itemsize_of(call.result, sandwich.weight.dtype), call.result in sandwich.differentiable
-    sandwich.note(wire.spread(results, sum(sizes), itemsize, batch_sharded=True, gradient=gradient))
+    itemsizes, gradient = sandwich.result_itemsizes(), call.result in sandwich.differentiable
+    sandwich.note(wire.spread(results, sum(sizes), itemsizes, batch_sharded=True, gradient=gradient))

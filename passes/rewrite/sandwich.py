@@ -231,11 +231,17 @@ class Sandwich:
         return wire.spread(
             rows,
             self._num_columns(),
-            itemsize_of(self.call.result, self.weight.dtype),
+            self.result_itemsizes(),
             batch_sharded=self.context.batch_sharded,
             gradient=self.call.result in self.differentiable,
             ragged=self.ragged,
         )
+
+    def result_itemsizes(self) -> tuple[int, int]:
+        """Bytes of an element of the call's result that travels, and of its gradient."""
+        itemsize = itemsize_of(self.call.result, self.weight.dtype)
+        forward, backward = (itemsize if d is None else min(itemsize, d.itemsize) for d in self.context.wire)
+        return forward, backward
 
     def lookup_options(self) -> dict[str, Any]:
         """The options of a lookup that differ from their defaults; a padding row counts from the first row."""
