@@ -449,6 +449,13 @@ class BehindTied(nn.Module):
         return self.last(torch.relu(self.head(self.table(ids))))
 
 
+def test_the_automatic_plan_keeps_no_bias_whole_that_others_have_sharded() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.Linear(6, 6))
+    assert automatic(model) == ["colwise", "rowwise", "colwise"]
+    model[2].bias = model[3].bias
+    assert automatic(model) == ["colwise", "colwise", "colwise"]
+
+
 def test_the_automatic_plan_gives_rows_to_what_follows_a_tied_linear() -> None:
     assert automatic(BehindTied()) == ["colwise", "colwise"]
 
