@@ -36,15 +36,14 @@ class Chosen:
         ranks: for each group, where its columns are; None for all ranks.
         seconds: of a step.
         memory: bytes on the fullest rank.
-        runners_up: for each group the fastest of its other options and the seconds that a step would take more with it
-            (less, if it does not fit); None where there is no other.
+        others: for each group its other options, the fastest first, as it would be alone.
     """
 
     options: tuple[Option, ...]
     ranks: _Ranks
     seconds: float
     memory: float
-    runners_up: tuple[tuple[Option, float] | None, ...]
+    others: tuple[tuple[Option, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +97,7 @@ def search(groups: Sequence[Group], setting: Setting, budget: float) -> Chosen:
     if best is None:
         raise _too_large(groups, found, candidates, budget, setting)
     chosen = tuple(own[place] for own, place in zip(found, best.choice, strict=True))
-    return Chosen(chosen, best.ranks, best.seconds, best.memory, _runners_up(found, chosen, setting))
+    return Chosen(chosen, best.ranks, best.seconds, best.memory, _others(found, chosen, setting))
 
 
 def _candidates(found: list[list[Option]], setting: Setting) -> list[_Candidate]:
@@ -212,19 +211,11 @@ def _spread(tables: dict[int, tuple[tuple[float, float], int]], ranks: int) -> d
     return placed
 
 
-def _runners_up(
-    found: list[list[Option]], chosen: tuple[Option, ...], setting: Setting
-) -> tuple[tuple[Option, float] | None, ...]:
-    """Seconds are those of the group alone, tables spread evenly: nothing else changes."""
-    runners: list[tuple[Option, float] | None] = []
-    for own, taken in zip(found, chosen, strict=True):
-        seconds = [(even_seconds(option, setting), place) for place, option in enumerate(own) if option is not taken]
-        if seconds:
-            fewest, place = min(seconds)
-            runners.append((own[place], fewest - even_seconds(taken, setting)))
-        else:
-            runners.append(None)
-    return tuple(runners)
+def _others(found: list[list[Option]], chosen: tuple[Option, ...], setting: Setting) -> tuple[tuple[Option, ...], ...]:
+    return tuple(
+        tuple(sorted((o for o in own if o is not taken), key=lambda o: (even_seconds(o, setting), o.memory)))
+        for own, taken in zip(found, chosen, strict=True)
+    )
 
 
 def _too_large(
