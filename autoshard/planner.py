@@ -221,10 +221,10 @@ def _by_rows(wanted: Mapping[str, tuple[Strategy, str]], facts: Facts) -> frozen
     chosen = {name: source for name, (want, source) in wanted.items() if want == ROWWISE}
     weights: set[str] = set()
     for name, source in chosen.items():
-        used = {facts.canonical[site.weight]: site for site in facts.sites.get(name, ())}
-        rowwise.require_linear(name, source, [site for weight, site in used.items() if weight not in chosen], "a bias")
-        rowwise.require_linear(name, source, [site for site in used.values() if site.op != LINEAR], "a table")
-        weights |= used.keys()
+        sites = facts.sites.get(name, ())
+        rowwise.require_linear(name, source, [s for s in sites if facts.canonical[s.weight] not in chosen], "a bias")
+        rowwise.require_linear(name, source, [s for s in sites if s.op != LINEAR], "a table")
+        weights.update(facts.canonical[site.weight] for site in sites)
     return frozenset(name for name in weights if _obstacle(name, facts) is None)
 
 

@@ -36,7 +36,7 @@ def unmatched_glob(mesh: DeviceMesh) -> None:
 
 
 def unknown_strategy(mesh: DeviceMesh) -> None:
-    autoshard(tower(), mesh, {"table.*": "rowwise"})
+    autoshard(tower(), mesh, {"table.*": "diagonal"})
 
 
 def unshardable_name(mesh: DeviceMesh) -> None:
@@ -159,7 +159,7 @@ def no_sharded_model(mesh: DeviceMesh) -> None:
 
 CASES: list[tuple[Callable[[DeviceMesh], None], type[Exception], str]] = [
     (unmatched_glob, package.PlanError, r"'tabel\.\*'.*matches no parameter.*table\.weight.*Correct the name"),
-    (unknown_strategy, package.PlanError, r"'rowwise' is no strategy; expected one of colwise, replicate"),
+    (unknown_strategy, package.PlanError, r"'diagonal' is no strategy; expected one of colwise, rowwise, replicate"),
     (unshardable_name, package.PlanError, r"'1\.weight'.*cannot be sharded"),
     (unknown_plan, package.PlanError, r"'fastest' is no strategy"),
     (plan_differs, package.AgreementError, r"ranks differ: rank 0 .*, rank 1 .*same plan on every rank"),

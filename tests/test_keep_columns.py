@@ -48,6 +48,18 @@ class Forked(nn.Module):
         return self.one(hidden), self.other(torch.sigmoid(hidden))
 
 
+class Towers(nn.Module):
+    """Two pairs of linears that can run together; their results are changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lower, self.upper = (nn.ModuleList(nn.Linear(*s) for _ in range(2)) for s in ((5, 7), (7, 4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = (up(torch.relu(low(x))) for low, up in zip(self.lower, self.upper, strict=True))
+        return one.relu_() + other.tanh_()
+
+
 class Spelled(nn.Module):
     """Column-wise work in all spellings, some of it in place, on (B, 3, 7)."""
 
@@ -85,6 +97,7 @@ CASES = {
     "narrow": Model(build_narrow, _x),
     "gated": Model(Gated, _x),
     "forked": Model(Forked, _x),
+    "towers": Model(Towers, _x),
     "spelled": Model(Spelled, _ids),
     "bag": Model(build_bag, _ids),
     "tied": SHARED["tied_bag"],
@@ -94,6 +107,7 @@ ROWWISE = {
     "narrow": {"2.weight"},
     "gated": {"down.weight"},
     "forked": {"one.weight", "other.weight"},
+    "towers": {"upper.0.weight", "upper.1.weight"},
     "spelled": {"head.weight"},
     "bag": {"3.weight"},
     "tied": set(),
@@ -162,7 +176,7 @@ def kept_in(mesh: DeviceMesh, name: str, examples: bool, replicated: bool) -> li
 def test_what_stays_is_told(pool: Pool, name: str, examples: bool) -> None:
     for replicated in (False, True):
         (found,) = pool.run(kept_in, name, examples, replicated, world_size=1)
-        assert len(found) == (2 if name == "mlp" else 1)
+        assert len(found) == (2 if name in ("mlp", "towers") else 1)
     if name == "mlp":
         assert found == ["columns of 0 stay until 2", "columns of 4 stay until 5"]
 

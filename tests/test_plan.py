@@ -15,6 +15,7 @@ from autoshard import PlanError, PlanRow, ShardingPlan, autoshard, sharding_plan
 from autoshard.capture import Capture, capture
 from autoshard.export import capture_export
 from autoshard.planner import PlanSpec, make_plan
+from passes.pipeline import normalize
 from tests.models import MODELS, layers
 from tests.pool import Pool
 
@@ -347,7 +348,7 @@ def test_names_with_brackets_and_case_are_not_taken_for_others() -> None:
     ("spec", "parts"),
     [
         ("rowwise", ["plan", "'rowwise'", "auto, colwise"]),
-        ({"0.weight": "rowwise"}, ["'0.weight'", "'rowwise'", "colwise, replicate"]),
+        ({"0.weight": "diagonal"}, ["'0.weight'", "'diagonal'", "colwise, rowwise, replicate"]),
         ({"5.*": "colwise"}, ["'5.*'", "matches no parameter", "0.weight, 0.bias"]),
         ({"*": "colwise", "5.*": "replicate"}, ["'5.*'", "matches no parameter"]),
         (7, ["plan", "7", "a ShardingPlan", "a mapping"]),
@@ -374,6 +375,85 @@ def test_what_is_asked_for_by_its_full_name_and_cannot_be_sharded_is_an_error(
     with pytest.raises(PlanError, match=reason) as raised:
         plan_for(name, {parameter: "colwise"})
     assert repr(parameter) in str(raised.value)
+
+
+# ---------------------------------------------------------------- rowwise
+
+
+def test_rowwise_shards_the_input_axis_and_keeps_the_bias_whole() -> None:
+    plan = plan_for("mlp", {"4.*": "rowwise", "*": "colwise"})
+    row, bias = plan.row("4.weight"), plan.row("4.bias")
+    assert (row.strategy, row.dim, row.sizes(2)) == ("rowwise", 1, [3, 3])
+    assert row.reason == "plan '4.*': 6 input columns, 3 per rank"
+    assert (bias.strategy, bias.dim) == ("replicate", None)
+    assert bias.reason == "the bias of a linear that is sharded by input column: added once, after the sum over ranks"
+    assert "rowwise (dim 1)" in str(plan)
+    assert ShardingPlan.from_json(plan.to_json()) == plan
+    assert strategies(plan_for("mlp", plan)) == strategies(plan)
+    assert {"4.weight", "0.weight"} < plan.sharded()
+    assert "4.bias" not in plan.sharded()
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "fact"),
+    [
+        ("two_tower", {"users.weight": "rowwise"}, "a table of embedding users"),
+        ("two_tower", {"user*": "rowwise"}, "a table of embedding users"),
+        ("tied_head", {"head.weight": "rowwise"}, "a table of embedding tokens"),
+        ("mlp", {"0.b*": "rowwise", "*": "colwise"}, "a bias of linear 0"),
+        ("mlp", {"0.bias": "rowwise", "0.weight": "rowwise"}, "added once"),
+        ("mlp", {"0.bias": "colwise", "0.weight": "rowwise"}, "added once"),
+        ("batch_norm", {"norm.weight": "rowwise"}, "no traced layer uses it"),
+    ],
+)
+def test_what_is_no_weight_of_a_linear_cannot_be_rowwise(name: str, spec: PlanSpec, fact: str) -> None:
+    with pytest.raises(PlanError, match=f"{fact}.*; expected .*Ask for"):
+        plan_for(name, spec)
+
+
+def test_a_rowwise_glob_covers_what_cannot_be_sharded() -> None:
+    plan = plan_for("attention", {"attention.*": "rowwise"})
+    assert set(strategies(plan).values()) == {"replicate"}
+    assert "attention" in plan.row("attention.out_proj.weight").reason
+
+
+def automatic(model: nn.Module, world_size: int = 2) -> list[str]:
+    found = capture(model)
+    for region in found.regions:
+        normalize(region.graph)
+    rows = plan_of(model, "auto", world_size, found).rows
+    return [row.strategy for row in rows if row.parameter.endswith("weight")]
+
+
+def test_the_automatic_plan_takes_every_other_linear_of_a_chain_rowwise() -> None:
+    layers = [layer for _ in range(5) for layer in (nn.Linear(6, 6), nn.ReLU())]
+    assert automatic(nn.Sequential(*layers)) == ["colwise", "rowwise", "colwise", "rowwise", "colwise"]
+    model = nn.Sequential(nn.EmbeddingBag(9, 6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 6))
+    assert automatic(model) == ["colwise", "rowwise", "colwise", "rowwise"]
+
+
+def test_the_automatic_plan_does_not_scatter_more_than_it_saves() -> None:
+    assert automatic(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 10)), 4) == ["colwise", "rowwise"]
+    assert automatic(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 11)), 4) == ["colwise", "colwise"]
+
+
+class UsedTwice(nn.Module):
+    """A linear that is fed by columns once, and by the input once; then by itself."""
+
+    def __init__(self, twice: str) -> None:
+        super().__init__()
+        self.one, self.other, self.twice = nn.Linear(6, 6), nn.Linear(6, 6), twice
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.other(torch.relu(self.one(x)))
+        if self.twice == "input":
+            return out + self.other(x)
+        return self.other(out) if self.twice == "itself" else out
+
+
+@pytest.mark.parametrize(("twice", "strategy"), [("no", "rowwise"), ("input", "colwise"), ("itself", "colwise")])
+def test_the_automatic_plan_asks_that_all_uses_of_a_weight_take_columns(twice: str, strategy: str) -> None:
+    assert automatic(UsedTwice(twice)) == ["colwise", strategy]
 
 
 # ---------------------------------------------------------------- a plan as a plan
@@ -433,8 +513,8 @@ def test_a_plan_for_another_model_is_an_error(change: dict[str, object]) -> None
 
 def test_a_strategy_that_does_not_exist_in_a_plan_is_an_error() -> None:
     plan = plan_for("mlp")
-    rows = (dataclasses.replace(plan.rows[0], strategy="rowwise"), *plan.rows[1:])
-    with pytest.raises(PlanError, match="'rowwise' is no strategy"):
+    rows = (dataclasses.replace(plan.rows[0], strategy="diagonal"), *plan.rows[1:])
+    with pytest.raises(PlanError, match="'diagonal' is no strategy"):
         plan_for("mlp", dataclasses.replace(plan, rows=rows))
 
 

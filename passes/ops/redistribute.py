@@ -251,12 +251,9 @@ def reduce_scatter_batch(partial: Tensor, like: Tensor | None, group: str, *, fe
         partial: this rank's part of the sum for all ranks' rows.
         like, group, feature_dims: as in `rearrange_columns`.
     """
-    return apply(_ReduceScatter, partial, group).view(*_leading(partial, like, group, feature_dims), partial.size(-1))
-
-
-def reduce_scatter_flat(x: Tensor, group: str) -> Tensor:
-    """(W*n,) -> (n,): the sum over the ranks of this rank's part."""
-    return apply(_ReduceScatter, x, group)
+    return apply(_ReduceScatter, partial, group).view(
+        *leading_dims(partial, like, group, feature_dims), partial.size(-1)
+    )
 
 
 def rearrange_columns(
@@ -274,11 +271,11 @@ def rearrange_columns(
     Returns:
         (B, ..., D), contiguous.
     """
-    shape = _leading(columns, like, group, feature_dims)
+    shape = leading_dims(columns, like, group, feature_dims)
     return apply(_ColumnsToRows, as_matrix(columns), num_columns, group).view(*shape, num_columns)
 
 
-def _leading(x: Tensor, like: Tensor | None, group: str, feature_dims: int) -> Sequence[int]:
+def leading_dims(x: Tensor, like: Tensor | None, group: str, feature_dims: int) -> Sequence[int]:
     """The leading dimensions of this rank's rows of `x` (W*B, ..., d): those of `like`, or (B, ...)."""
     if like is None:
         return (x.size(0) // group_size(group), *x.shape[1:-1])

@@ -1,9 +1,10 @@
 """Redistributions of many activations at once: one collective for each dtype, however many there are.
 
-    function              from        -> to          forward      backward
-    all_gather_together   Shard(0)    -> Replicate   all_gather   reduce_scatter of those with a gradient
-    rearrange_together    Shard(-1)   -> Shard(0)    all_to_all   all_to_all
-    replicate_together    parameters, unchanged      none         all_reduce
+    function              from        -> to          forward          backward
+    all_gather_together   Shard(0)    -> Replicate   all_gather       reduce_scatter of those with a gradient
+    rearrange_together    Shard(-1)   -> Shard(0)    all_to_all       all_to_all
+    scatter_together      Partial     -> Shard(0)    reduce_scatter   all_gather
+    replicate_together    parameters, unchanged      none             all_reduce
 
 Each computes what `redistribute` computes for one, to the last bit.
 
@@ -22,7 +23,7 @@ from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 
 from passes.ops import checks, redistribute
-from passes.ops.collectives import all_gather, group_size
+from passes.ops.collectives import all_gather, group_size, reduce_scatter
 from passes.ops.columns import columns_for_rows, rows_for_columns
 
 
@@ -40,10 +41,25 @@ class _GatherTogether(Function):
         world = group_size(ctx.group)
         shapes = [(world * shape[0], *shape[1:]) for shape in ctx.shapes]
         places, whole = _present(gradients, shapes, ctx.group)
-        rows = [x.reshape(world, x.numel() // world) for x in whole]
-        flat = redistribute.reduce_scatter_flat(torch.cat(rows, 1).flatten(), ctx.group)
-        own = flat.split([x.size(1) for x in rows])
-        return None, *_in_places(len(gradients), places, own, ctx.shapes)
+        own = _run(_ScatterTogether, _own_sums, ctx.group, *whole)
+        return None, *_in_places(len(gradients), places, own)
+
+
+class _ScatterTogether(Function):
+    """For each (W*B, ...) -> (B, ...), summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, group: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        _keep_absent(ctx)
+        ctx.group, ctx.shapes = group, [x.shape for x in tensors]
+        return _own_sums(group, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        shapes = [(shape[0] // group_size(ctx.group), *shape[1:]) for shape in ctx.shapes]
+        places, whole = _present(gradients, shapes, ctx.group)
+        rows = _run(_GatherTogether, _rows_of_all, ctx.group, *whole)
+        return None, *_in_places(len(gradients), places, rows)
 
 
 class _RearrangeTogether(Function):
@@ -179,7 +195,6 @@ def rearrange_together(
     Returns:
         For each (B, ..., D), contiguous.
     """
-    world = group_size(group)
     results: list[Tensor] = list(columns)
     for places in _by_kind(columns):
         chosen = [redistribute.as_matrix(columns[place]) for place in places]
@@ -187,10 +202,27 @@ def rearrange_together(
         matrices = _run(_RearrangeTogether, columns_for_rows, group, widths, *chosen)
         for place, matrix in zip(places, matrices, strict=True):
             like, x = likes[place], columns[place]
-            leading = (
-                (x.size(0) // world, *x.shape[1:-1]) if like is None else like.shape[: like.dim() - feature_dims[place]]
-            )
+            leading = redistribute.leading_dims(x, like, group, feature_dims[place])
             results[place] = matrix.view(*leading, num_columns[place])
+    return results
+
+
+def scatter_together(
+    partials: Sequence[Tensor], likes: Sequence[Tensor | None], group: str, *, feature_dims: Sequence[int]
+) -> list[Tensor]:
+    """`reduce_scatter_batch` of each: (W*B, ..., F) -> (B, ..., F), summed over the ranks.
+
+    Args:
+        partials: B and the rest of the shape may differ from tensor to tensor, not from rank to rank.
+        likes, feature_dims: for each, as in `reduce_scatter_batch`.
+        group: name of the process group.
+    """
+    results: list[Tensor] = list(partials)
+    for places in _by_kind(partials):
+        sums = _run(_ScatterTogether, _own_sums, group, *(partials[place] for place in places))
+        for place, x in zip(places, sums, strict=True):
+            leading = redistribute.leading_dims(partials[place], likes[place], group, feature_dims[place])
+            results[place] = x.view(*leading, x.size(-1))
     return results
 
 
@@ -214,6 +246,15 @@ def _rows_of_all(group: str, *tensors: Tensor) -> tuple[Tensor, ...]:
     flat = all_gather(torch.cat([x.reshape(-1) for x in tensors]), group)
     pieces = flat.view(world, sum(sizes)).split(sizes, 1)
     return tuple(piece.reshape(world * x.size(0), *x.shape[1:]) for x, piece in zip(tensors, pieces, strict=True))
+
+
+def _own_sums(group: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """For each (W*B, ...) -> (B, ...), the sum over the ranks of this rank's rows, without a gradient."""
+    world = group_size(group)
+    rows = [x.reshape(world, x.numel() // world) for x in tensors]
+    pieces = reduce_scatter(torch.cat(rows, 1).flatten(), group).split([x.size(1) for x in rows])
+    # Copies: torch refuses to change in place what a Function has made a view.
+    return tuple(p.view(x.size(0) // world, *x.shape[1:]).clone() for x, p in zip(tensors, pieces, strict=True))
 
 
 def _as_they_are(group: str, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -2,6 +2,7 @@
 
     all_gather_batch of ids, offsets, weights, inputs    -> all_gather_together
     rearrange_columns of the lookups; of the linears     -> rearrange_together
+    reduce_scatter_batch                                 -> scatter_together
     replicate_parameter                                  -> replicate_together, in buckets
 
 Two can run together if neither needs a result of the other, and what the later one needs may run earlier. Lookups and
@@ -52,6 +53,9 @@ class MergeCollectives(PlannedPass):
             rearrangements = _groups(scope, _kind_of_rearrangement)
             for number, group in enumerate(rearrangements):
                 self._merge(scope, group, f"rearranged_{number}", "column rearrangements", _rearrange_together)
+            scatters = _groups(scope, lambda node: "s" if node.target is redistribute.reduce_scatter_batch else None)
+            for number, group in enumerate(scatters):
+                self._merge(scope, group, f"scattered_{number}", "reduce_scatters", _scatter_together)
             for number, group in enumerate(self._buckets(scope)):
                 name = f"parameters_{number}"
                 self.moved.update({(scope.path, node.all_input_nodes[0].name): name for node in group})
@@ -164,6 +168,13 @@ def _rearrange_together(graph: fx.Graph, group: list[fx.Node], name: str) -> fx.
     options: dict[str, Any] = {"feature_dims": [node.kwargs.get("feature_dims", 0) for node in group]}
     arguments = (columns, likes, num_columns, group[0].args[3])
     return graph.create_node("call_function", together.rearrange_together, arguments, options, name)
+
+
+def _scatter_together(graph: fx.Graph, group: list[fx.Node], name: str) -> fx.Node:
+    partials, likes = ([node.args[place] for node in group] for place in range(2))
+    options: dict[str, Any] = {"feature_dims": [node.kwargs.get("feature_dims", 0) for node in group]}
+    arguments = (partials, likes, group[0].args[2])
+    return graph.create_node("call_function", together.scatter_together, arguments, options, name)
 
 
 def _replicate_together(graph: fx.Graph, group: list[fx.Node], name: str) -> fx.Node:
