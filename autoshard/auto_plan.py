@@ -73,7 +73,7 @@ def allowed_strategies(sites: Sequence[Site], obstacle: str | None, *, ragged: b
     return (COLWISE, REPLICATE)
 
 
-def decide(
+def groups_of(
     plan: AutoPlan,
     capture: Capture,
     parameters: Mapping[str, nn.Parameter],
@@ -84,8 +84,8 @@ def decide(
     world_size: int,
     batch_sharded: bool,
     device_type: str,
-) -> Decided:
-    """Chooses a strategy for each weight.
+) -> tuple[list[Group], Setting]:
+    """What a strategy is chosen for, and what the choice goes by.
 
     Args:
         plan: what is asked for.
@@ -99,7 +99,7 @@ def decide(
         device_type: of the mesh.
 
     Raises:
-        PlanError: if there is no such profile, or the model does not fit.
+        PlanError: if there is no such profile.
     """
     batch = survey.example_batch(capture)
     setting = Setting(
@@ -112,10 +112,19 @@ def decide(
     )
     uses = survey.uses(capture, canonical, parameters, batch, plan.ids_per_bag)
     weights = {name: survey.weight_of(name, parameters[name], uses.get(name, ()), own) for name, own in allowed.items()}
-    groups = group_weights(weights, together, survey.feeds(capture, canonical, parameters, weights))
+    return group_weights(weights, together, survey.feeds(capture, canonical, parameters, weights)), setting
+
+
+def decide(plan: AutoPlan, capture: Capture, groups: Sequence[Group], setting: Setting) -> Decided:
+    """Chooses a strategy for each weight.
+
+    Raises:
+        PlanError: if the model does not fit.
+    """
     budget = setting.profile.memory if plan.memory_per_rank is None else plan.memory_per_rank
     chosen = search(groups, setting, budget)
-    origin = "AutoPlan(batch_size)" if plan.batch_size else "example_inputs" if batch else "assumed"
+    known = survey.example_batch(capture) is not None
+    origin = "AutoPlan(batch_size)" if plan.batch_size else "example_inputs" if known else "assumed"
     notes = (
         f'plan "auto": embeddings, linears and their collectives are estimated at {_time(chosen.seconds)} of a step',
         f"the fullest rank holds {readable(chosen.memory)} of {readable(budget)}, with gradients and {setting.states} "
