@@ -18,6 +18,7 @@ from passes.plan import COLWISE, REPLICATE, ROWWISE, Colwise
 from passes.sites import LINEAR, Site
 
 _BATCH_SIZE = 1024
+_COMPARED = 3  # options that an explanation compares the chosen one with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +73,7 @@ def allowed_strategies(sites: Sequence[Site], obstacle: str | None, *, ragged: b
     return (COLWISE, REPLICATE)
 
 
-def decide(
+def groups_of(
     plan: AutoPlan,
     capture: Capture,
     parameters: Mapping[str, nn.Parameter],
@@ -83,8 +84,8 @@ def decide(
     world_size: int,
     batch_sharded: bool,
     device_type: str,
-) -> Decided:
-    """Chooses a strategy for each weight.
+) -> tuple[list[Group], Setting]:
+    """What a strategy is chosen for, and what the choice goes by.
 
     Args:
         plan: what is asked for.
@@ -98,7 +99,7 @@ def decide(
         device_type: of the mesh.
 
     Raises:
-        PlanError: if there is no such profile, or the model does not fit.
+        PlanError: if there is no such profile.
     """
     batch = survey.example_batch(capture)
     setting = Setting(
@@ -111,10 +112,19 @@ def decide(
     )
     uses = survey.uses(capture, canonical, parameters, batch, plan.ids_per_bag)
     weights = {name: survey.weight_of(name, parameters[name], uses.get(name, ()), own) for name, own in allowed.items()}
-    groups = group_weights(weights, together, survey.feeds(capture, canonical, parameters, weights))
+    return group_weights(weights, together, survey.feeds(capture, canonical, parameters, weights)), setting
+
+
+def decide(plan: AutoPlan, capture: Capture, groups: Sequence[Group], setting: Setting) -> Decided:
+    """Chooses a strategy for each weight.
+
+    Raises:
+        PlanError: if the model does not fit.
+    """
     budget = setting.profile.memory if plan.memory_per_rank is None else plan.memory_per_rank
     chosen = search(groups, setting, budget)
-    origin = "AutoPlan(batch_size)" if plan.batch_size else "example_inputs" if batch else "assumed"
+    known = survey.example_batch(capture) is not None
+    origin = "AutoPlan(batch_size)" if plan.batch_size else "example_inputs" if known else "assumed"
     notes = (
         f'plan "auto": embeddings, linears and their collectives are estimated at {_time(chosen.seconds)} of a step',
         f"the fullest rank holds {readable(chosen.memory)} of {readable(budget)}, with gradients and {setting.states} "
@@ -179,11 +189,11 @@ def _decided(
     strategies: dict[str, str | Colwise] = {}
     reasons: dict[str, str] = {}
     explanations: dict[str, str] = {}
-    for group, option, ranks, runner in zip(groups, chosen.options, chosen.ranks, chosen.runners_up, strict=True):
+    for group, option, ranks, others in zip(groups, chosen.options, chosen.ranks, chosen.others, strict=True):
         reason = f'plan "auto", {_time(even_seconds(option, setting))} of a step'
-        if runner is not None:
-            reason += f" ({runner[0].name}: {_time(even_seconds(runner[0], setting))})"
-        text = _explanation(group, option, runner, setting, budget - chosen.memory)
+        if others:
+            reason += f" ({others[0].name}: {_time(even_seconds(others[0], setting))})"
+        text = _explanation(group, option, others, setting, budget - chosen.memory)
         for member, strategy in zip(group.members, option.strategies, strict=True):
             for weight in member:
                 strategies[weight.name] = strategy if ranks is None else Colwise(ranks)
@@ -191,24 +201,26 @@ def _decided(
     return Decided(strategies, reasons, explanations, notes)
 
 
-def _explanation(
-    group: Group, option: Option, runner: tuple[Option, float] | None, setting: Setting, room: float
-) -> str:
+def _explanation(group: Group, option: Option, others: Sequence[Option], setting: Setting, room: float) -> str:
     lines = [_line("chosen", option, setting)]
     if len(group.weights) > 1:
         lines.append(f"decided together: {', '.join(weight.name for weight in group.weights)}")
-    if runner is None:
+    if not others:
         return "\n".join([*lines, "there is no other choice"])
-    other, more = runner
-    lines.insert(1, _line("runner-up", other, setting))
+    lines.insert(1, _line("runner-up", others[0], setting))
+    changes = (_change(group, option, other, setting, room) for other in others[:_COMPARED])
+    change = next((text for text in changes if text), f"no batch size alone would make {others[0].name} faster")
+    return "\n".join([*lines, change])
+
+
+def _change(group: Group, option: Option, other: Option, setting: Setting, room: float) -> str | None:
+    """What would have to be different for the other option to be chosen; None if no batch size alone would do."""
     missing = even_memory(other, setting) - even_memory(option, setting) - room
-    if more < 0 and missing > 0:
-        lines.append(f"{other.name} would be taken if each rank had {readable(missing)} more")
-    elif more < 0:
-        lines.append(f"{other.name} takes less by itself, but needs collectives of its own, or loads some ranks only")
-    else:
-        lines.append(_turning_point(group, option, other, setting))
-    return "\n".join(lines)
+    if even_seconds(other, setting) >= even_seconds(option, setting):
+        return _turning_point(group, option, other, setting)
+    if missing > 0:
+        return f"{other.name} would be taken if each rank had {readable(missing)} more"
+    return f"{other.name} takes less by itself, but needs collectives of its own, or loads some ranks only"
 
 
 def _line(what: str, option: Option, setting: Setting) -> str:
@@ -216,14 +228,16 @@ def _line(what: str, option: Option, setting: Setting) -> str:
     return f"{what}: {option.name}, {_time(even_seconds(option, setting))} of a step, {memory}"
 
 
-def _turning_point(group: Group, option: Option, other: Option, setting: Setting) -> str:
+def _turning_point(group: Group, option: Option, other: Option, setting: Setting) -> str | None:
     """At which batch both take as long. Their times are nearly lines in the batch size, so a few steps find it."""
     rows = setting.batch_size
     for _ in range(4):
         apart, apart_doubled = (_more_seconds(group, other, option, setting, size) for size in (rows, 2 * rows))
         if apart == apart_doubled or (found := round(rows * (1 - apart / (apart_doubled - apart)))) < 1:
-            return f"no batch size alone would make {other.name} the better one"
-        rows = found
+            return None
+        rows, before = found, rows
+        if abs(rows - before) <= rows // 100:
+            break
     return f"{other.name} would be faster {'above' if rows > setting.batch_size else 'below'} some {rows} rows per rank"
 
 

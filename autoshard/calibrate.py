@@ -16,7 +16,7 @@ from autoshard.launch import launch
 from autoshard.profile import COLLECTIVES, HardwareProfile, Link
 from passes.ops import collectives
 
-_SMALL, _LARGE = 2**6, 2**22  # elements of float32 in a message: what latency takes, what bandwidth does
+_SMALL, _LARGE = 2**6, 2**20  # elements of float32 in a message: what latency takes, what bandwidth does
 _LINE = {"cpu": 64, "cuda": 32}
 
 
@@ -32,16 +32,17 @@ def calibrate(world_size: int, *, backend: str = "gloo", rounds: int = 15, timeo
     Raises:
         AutoshardError: if a rank failed.
     """
-    return launch(_measure, (backend, rounds), world_size, backend, timeout)[0]  # type: ignore[no-any-return]
+    return launch(measure, (backend, rounds), world_size, backend, timeout)[0]  # type: ignore[no-any-return]
 
 
-def _measure(backend: str, rounds: int) -> HardwareProfile:
+def measure(backend: str, rounds: int) -> HardwareProfile:
+    """What `calibrate` does on each of its ranks; every rank gets the same profile. Collective over all ranks."""
     group = dist.group.WORLD
     assert group is not None
     device = torch.device("cuda" if backend == "nccl" else "cpu")
     world = dist.get_world_size()
     links = {name: _link(name, group.group_name, world, device, rounds) for name in COLLECTIVES}
-    return HardwareProfile(
+    profile = HardwareProfile(
         name=f"{backend}, {world} ranks, calibrated",
         **links,
         ranks_per_node=max(world, 1),
@@ -52,6 +53,9 @@ def _measure(backend: str, rounds: int) -> HardwareProfile:
         flops=_flops(device, rounds),
         memory=_memory(device, world),
     )
+    said = [profile.to_json()]
+    dist.broadcast_object_list(said, device=device)
+    return HardwareProfile.from_json(said[0])
 
 
 def _link(name: str, group: str, world: int, device: torch.device, rounds: int) -> Link:

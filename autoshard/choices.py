@@ -149,6 +149,11 @@ def options(group: Group, setting: Setting) -> list[Option]:
     return [_option(group, *choice, setting) for choice in _choices(group, setting)]
 
 
+def option_of(group: Group, strategies: tuple[str, ...], owners: int, setting: Setting) -> Option:
+    """The choice of these strategies for the members, on so many owners (0: all ranks)."""
+    return _option(group, strategies, bool(group.sources) and _keeps(group, strategies), owners, setting)
+
+
 def in_setting(group: Group, option: Option, setting: Setting) -> Option:
     """The same choice for the same group, in another setting."""
     return _option(group, option.strategies, option.kept, option.owners, setting)

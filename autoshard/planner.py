@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from autoshard import hazards, ownership, rowwise
-from autoshard.auto_plan import AutoPlan, Decided, allowed_strategies, decide
+from autoshard.auto_plan import AutoPlan, Decided, allowed_strategies, decide, groups_of
 from autoshard.capture import Capture
+from autoshard.choices import Group, Setting
 from passes.errors import PlanError, describe
 from passes.plan import COLWISE, REPLICATE, ROWWISE, STRATEGIES, Colwise, PlanRow, ShardingPlan
 from passes.sites import LAYER_TYPES, LINEAR, OtherUse, Site, find_other_uses, find_sites
@@ -133,12 +134,22 @@ def make_plan(
             of the ranks and cannot be, or one that is wanted rowwise and is no linear's; for a model that does not fit.
     """
     facts = gather_facts(model, capture)
-    weights = _weights(model, facts)
+    weights = planned_weights(model, facts)
     for name in weights:
         _require_floating_point(name, facts)
     decided = Decided()
     if isinstance(spec, AutoPlan):
-        decided = _decide(spec, capture, weights, facts, ragged, world_size, batch_sharded, device_type)
+        groups, setting = searched_groups(
+            spec,
+            capture,
+            facts,
+            weights,
+            world_size,
+            batch_sharded=batch_sharded,
+            ragged=ragged,
+            device_type=device_type,
+        )
+        decided = decide(spec, capture, groups, setting)
         obstructed = {name: why for name in weights if (why := _obstacle(name, facts)) is not None}
         wanted = {name: (decided.strategies[name], obstructed.get(name, decided.reasons[name])) for name in weights}
     else:
@@ -175,21 +186,23 @@ def make_plan(
     return ShardingPlan(tuple(rows), world_size, (*decided.notes, *_notes(model, capture)))
 
 
-def _decide(
+def searched_groups(
     spec: AutoPlan,
     capture: Capture,
-    weights: list[str],
     facts: Facts,
-    ragged: Collection[str],
+    weights: list[str],
     world_size: int,
+    *,
     batch_sharded: bool,
+    ragged: Collection[str],
     device_type: str,
-) -> Decided:
+) -> tuple[list[Group], Setting]:
+    """What an automatic plan chooses strategies for, and what it goes by; the arguments are those of `make_plan`."""
     allowed = {
         name: allowed_strategies(facts.sites.get(name, ()), _obstacle(name, facts), ragged=name in ragged)
         for name in weights
     }
-    return decide(
+    return groups_of(
         spec,
         capture,
         facts.parameters,
@@ -234,7 +247,7 @@ def _strategy(name: str, want: Strategy, obstacle: str | None, by_rows: Collecti
     return ROWWISE if name in by_rows else COLWISE
 
 
-def _weights(model: nn.Module, facts: Facts) -> list[str]:
+def planned_weights(model: nn.Module, facts: Facts) -> list[str]:
     """The parameters that get a row, in the order of the model."""
     layers = {
         facts.canonical[f"{path}.{name}" if path else name]

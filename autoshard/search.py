@@ -16,8 +16,10 @@ import heapq
 import itertools
 from collections.abc import Iterator, Sequence
 
-from autoshard.choices import Group, Option, Setting, even_memory, even_seconds, options, step_seconds
+from autoshard.choices import Group, Option, Setting, even_memory, even_seconds, option_of, options, step_seconds
+from autoshard.cost import OWNED
 from passes.errors import PlanError, describe
+from passes.plan import ShardingPlan
 
 _LEVELS_PER_DOUBLING = 2
 _DOUBLINGS = 14
@@ -36,15 +38,14 @@ class Chosen:
         ranks: for each group, where its columns are; None for all ranks.
         seconds: of a step.
         memory: bytes on the fullest rank.
-        runners_up: for each group the fastest of its other options and the seconds that a step would take more with it
-            (less, if it does not fit); None where there is no other.
+        others: for each group its other options, the fastest first, as it would be alone.
     """
 
     options: tuple[Option, ...]
     ranks: _Ranks
     seconds: float
     memory: float
-    runners_up: tuple[tuple[Option, float] | None, ...]
+    others: tuple[tuple[Option, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,14 +56,12 @@ class _Candidate:
         seconds: with an owner that has no more than the mean, or one table.
         memory: bytes, likewise.
         step: seconds without what owners do.
-        everywhere: bytes on every rank.
         choice: for each group the place of the option.
     """
 
     seconds: float
     memory: float
     step: float
-    everywhere: float
     choice: tuple[int, ...]
 
 
@@ -98,7 +97,32 @@ def search(groups: Sequence[Group], setting: Setting, budget: float) -> Chosen:
     if best is None:
         raise _too_large(groups, found, candidates, budget, setting)
     chosen = tuple(own[place] for own, place in zip(found, best.choice, strict=True))
-    return Chosen(chosen, best.ranks, best.seconds, best.memory, _runners_up(found, chosen, setting))
+    return Chosen(chosen, best.ranks, best.seconds, best.memory, _others(found, chosen, setting))
+
+
+def estimate(groups: Sequence[Group], setting: Setting, plan: ShardingPlan) -> tuple[float, float]:
+    """What a plan takes: the seconds of a step, and the bytes on the fullest rank."""
+    chosen, where = [], []
+    for group in groups:
+        rows = [plan.row(member[0].name) for member in group.members]
+        strategies = tuple(row.strategy if row.ranks is None else OWNED for row in rows)
+        where.append(rows[0].ranks)
+        chosen.append(option_of(group, strategies, len(rows[0].ranks or ()), setting))
+    loads, memory = _held(chosen, where, setting)
+    return step_seconds(chosen, setting) + max(loads), max(memory)
+
+
+def _held(
+    chosen: Sequence[Option], where: Sequence[tuple[int, ...] | None], setting: Setting
+) -> tuple[list[float], list[float]]:
+    """For each rank the seconds that it takes as an owner, and the bytes that it holds."""
+    everywhere = sum(option.memory for option, ranks in zip(chosen, where, strict=True) if ranks is None)
+    loads, memory = [0.0] * setting.ranks, [everywhere] * setting.ranks
+    for option, ranks in zip(chosen, where, strict=True):
+        for rank in ranks or ():
+            loads[rank] += option.load
+            memory[rank] += option.memory
+    return loads, memory
 
 
 def _candidates(found: list[list[Option]], setting: Setting) -> list[_Candidate]:
@@ -178,7 +202,7 @@ def _candidate(found: list[list[Option]], choice: tuple[int, ...], setting: Sett
     load = max([load, *(option.load for option in owned)])
     memory = max([memory, *(option.memory for option in owned)])
     # Sums in another order may round to a little less.
-    return _Candidate((step + load) * (1 - 1e-9), (everywhere + memory) * (1 - 1e-9), step, everywhere, choice)
+    return _Candidate((step + load) * (1 - 1e-9), (everywhere + memory) * (1 - 1e-9), step, choice)
 
 
 def _placed(found: list[list[Option]], candidate: _Candidate, setting: Setting) -> Iterator[_Placed]:
@@ -191,12 +215,8 @@ def _placed(found: list[list[Option]], candidate: _Candidate, setting: Setting) 
     )
     for weight in weights if owned else weights[:1]:
         ranks = _spread({group: (weight[group], option.owners) for group, option in owned.items()}, setting.ranks)
-        loads, memory = [0.0] * setting.ranks, [candidate.everywhere] * setting.ranks
-        for group, own in ranks.items():
-            for rank in own:
-                loads[rank] += owned[group].load
-                memory[rank] += owned[group].memory
         where = tuple(ranks.get(group) for group in chosen)
+        loads, memory = _held(list(chosen.values()), where, setting)
         yield _Placed(candidate.step + max(loads), max(memory), candidate.choice, where)
 
 
@@ -212,19 +232,11 @@ def _spread(tables: dict[int, tuple[tuple[float, float], int]], ranks: int) -> d
     return placed
 
 
-def _runners_up(
-    found: list[list[Option]], chosen: tuple[Option, ...], setting: Setting
-) -> tuple[tuple[Option, float] | None, ...]:
-    """Seconds are those of the group alone, tables spread evenly: nothing else changes."""
-    runners: list[tuple[Option, float] | None] = []
-    for own, taken in zip(found, chosen, strict=True):
-        seconds = [(even_seconds(option, setting), place) for place, option in enumerate(own) if option is not taken]
-        if seconds:
-            fewest, place = min(seconds)
-            runners.append((own[place], fewest - even_seconds(taken, setting)))
-        else:
-            runners.append(None)
-    return tuple(runners)
+def _others(found: list[list[Option]], chosen: tuple[Option, ...], setting: Setting) -> tuple[tuple[Option, ...], ...]:
+    return tuple(
+        tuple(sorted((o for o in own if o is not taken), key=lambda o: (even_seconds(o, setting), o.memory)))
+        for own, taken in zip(found, chosen, strict=True)
+    )
 
 
 def _too_large(
@@ -237,11 +249,8 @@ def _too_large(
     """How much is missing on which rank, and which weights take most of it there."""
     leanest = min(candidates, key=lambda c: (c.memory, c.seconds, c.choice))
     least = min(_placed(found, leanest, setting), key=lambda placed: (placed.memory, placed.seconds))
-    held = [0.0] * setting.ranks
     chosen = [own[place] for own, place in zip(found, least.choice, strict=True)]
-    for option, ranks in zip(chosen, least.ranks, strict=True):
-        for rank in range(setting.ranks) if ranks is None else ranks:
-            held[rank] += option.memory
+    _, held = _held(chosen, least.ranks, setting)
     fullest = held.index(max(held))
     there = [
         (-option.memory, place)

@@ -22,9 +22,9 @@ from autoshard.capture import capture
 from autoshard.choices import Group, Setting, Use, Weight, options, step_seconds
 from autoshard.cost import OWNED
 from autoshard.export import capture_export
-from autoshard.planner import make_plan
+from autoshard.planner import gather_facts, make_plan, planned_weights, searched_groups
 from autoshard.profile import PROFILES, Link, profile_of
-from autoshard.search import Chosen, search
+from autoshard.search import Chosen, estimate, search
 from passes.column_flow import Feed
 from passes.pipeline import normalize
 from passes.plan import COLWISE, REPLICATE, ROWWISE
@@ -271,6 +271,22 @@ def test_the_example_inputs_tell_the_batch_size() -> None:
     assert "6 rows per rank (example_inputs)" in str(planned(Model(), AutoPlan(), inputs=batch(6, 0)))
     assert "1024 rows per rank (assumed)" in str(planned(Model(), AutoPlan()))
     assert "32 rows per rank (AutoPlan(batch_size))" in str(planned(Model(), AutoPlan(batch_size=32)))
+
+
+@pytest.mark.parametrize("ranks", [2, 16])
+def test_the_estimate_of_a_plan_is_what_it_was_chosen_by(ranks: int) -> None:
+    model, spec = Front(6), AutoPlan(batch_size=64)
+    found = capture(model)
+    for region in found.regions:
+        normalize(region.graph)
+    facts = gather_facts(model, found)
+    settled: dict[str, Any] = {"batch_sharded": True, "ragged": (), "device_type": "cpu"}
+    groups, setting = searched_groups(spec, found, facts, planned_weights(model, facts), ranks, **settled)
+    chosen = search(groups, setting, setting.profile.memory)
+    seconds, memory = estimate(groups, setting, make_plan(model, found, spec, ranks))
+    assert (seconds, memory) == pytest.approx((chosen.seconds, chosen.memory), rel=1e-12)
+    slower, _ = estimate(groups, setting, make_plan(model, found, {"*": REPLICATE}, ranks))
+    assert slower > seconds
 
 
 def test_a_plan_explains_every_row_and_travels_as_json() -> None:
