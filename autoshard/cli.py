@@ -1,8 +1,7 @@
-"""python -m autoshard plan | diff | verify TARGET --world-size N
+"""python -m autoshard plan | diff | verify | compile TARGET --world-size N
 
-TARGET is `file.py:function` or `package.module:function`; the function returns (model, example_inputs). `plan` and
-`diff` need
-one process and no network: they use torch's fake process group.
+TARGET is `file.py:function` or `package.module:function`; the function returns (model, example_inputs). `plan`, `diff`
+and `compile` need one process and no network: they use torch's fake process group. `compile` needs no GPU either.
 """
 
 from __future__ import annotations
@@ -45,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
         ("plan", _plan, "print what would be done with each parameter, and why"),
         ("diff", _diff, "print what would change in the graphs, and the bytes it moves"),
         ("verify", _verify, "run original and sharded model side by side, and compare"),
+        ("compile", _compile, "compile a step for a GPU, before and after, and print what runs and what moves"),
     ):
         sub = commands.add_parser(name, help=text, description=text)
         sub.add_argument(
@@ -54,6 +54,8 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument(
             "--replicated", action="store_true", help="all ranks get the same batch, rather than each its own"
         )
+        if command is _compile:
+            sub.add_argument("--arch", default="sm_90", help="sm_80 or sm_90 (default); none needs to be here")
         sub.set_defaults(command=command)
     return parser
 
@@ -70,6 +72,15 @@ def _diff(options: argparse.Namespace) -> object:
 def _verify(options: argparse.Namespace) -> object:
     model, batch = (functools.partial(_build, options.target, part) for part in (0, 1))
     return verify(model, batch, options.world_size, input_placement=_placement(options))
+
+
+def _compile(options: argparse.Namespace) -> object:
+    # Not at the top: the compiler is slow to import, and the other commands do without.
+    from autoshard.gpu_compile import compile_original, compile_sharded, report
+
+    build = load(options.target)
+    sharded = compile_sharded(build, options.world_size, options.arch, input_placement=_placement(options))
+    return report(sharded, compile_original(build, options.arch))
 
 
 def _prepared(options: argparse.Namespace) -> Prepared:
