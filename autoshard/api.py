@@ -110,8 +110,14 @@ def autoshard(
         exchange_dtype,
         mesh.device_type,
     )
-    prepared = agree(mesh, lambda: prepare(model, plan, example_inputs, settings), _text)
-    _install(model, prepared, mesh, owner_meshes(mesh, prepared.plan), settings)
+
+    def decide() -> Prepared:
+        prepared = prepare(model, plan, example_inputs, settings)
+        check_initialisable(model)
+        return prepared
+
+    prepared = agree(mesh, decide, _text)
+    install(model, prepared, mesh, owner_meshes(mesh, prepared.plan), settings)
     model.__dict__[_RECORD] = Record(prepared.plan, prepared.diff, mesh)
     return model
 
@@ -187,7 +193,7 @@ def _text(prepared: Prepared) -> str:
     return "\n".join([prepared.plan.to_json(), *graphs])
 
 
-def _install(
+def install(
     model: nn.Module,
     prepared: Prepared,
     mesh: DeviceMesh,
@@ -309,7 +315,6 @@ def _check_arguments(model: nn.Module, settings: Settings) -> None:
         )
     for path, module in model.named_modules():
         _check_module(path or "the model", module)
-    check_initialisable(model)
     if settings.batch_sharded:
         torchrec_modules.require_ragged(model, lambda name: covers(settings.ragged, name))
 

@@ -1,8 +1,8 @@
-"""python -m autoshard plan | diff | verify TARGET --world-size N, and python -m autoshard calibrate --world-size N
+"""python -m autoshard plan | diff | verify | compile TARGET --world-size N, and python -m autoshard calibrate
 
-TARGET is `file.py:function` or `package.module:function`; the function returns (model, example_inputs). `plan` and
-`diff` need one process and no network: they use torch's fake process group. `calibrate` measures this machine for
-plans.
+TARGET is `file.py:function` or `package.module:function`; the function returns (model, example_inputs). `plan`, `diff`
+and `compile` need one process and no network: they use torch's fake process group. `compile` needs no GPU either.
+`calibrate` measures this machine for plans.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
         ("plan", _plan, "print what would be done with each parameter, and why"),
         ("diff", _diff, "print what would change in the graphs, and the bytes it moves"),
         ("verify", _verify, "run original and sharded model side by side, and compare"),
+        ("compile", _compile, "compile a step for a GPU, before and after, and print what runs and what moves"),
     ):
         sub = commands.add_parser(name, help=text, description=text)
         sub.add_argument(
@@ -58,10 +59,12 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument(
             "--replicated", action="store_true", help="all ranks get the same batch, rather than each its own"
         )
-        if command is not _plan:
+        if command in (_diff, _verify):
             sub.add_argument(
                 "--exchange-dtype", choices=_DTYPES, default="none", help="results and their gradients travel in it"
             )
+        if command is _compile:
+            sub.add_argument("--arch", default="sm_90", help="sm_80 or sm_90 (default); none needs to be here")
         sub.set_defaults(command=command, exchange_dtype="none")
     text = "measure this machine: a hardware profile for AutoPlan(profile=...)"
     sub = commands.add_parser("calibrate", help=text, description=text)
@@ -91,6 +94,15 @@ def _calibrate(options: argparse.Namespace) -> object:
     text = calibrate(options.world_size, backend=options.backend).to_json()
     Path(options.out).write_text(f"{text}\n")
     return text
+
+
+def _compile(options: argparse.Namespace) -> object:
+    # Not at the top: the compiler is slow to import, and the other commands do without.
+    from autoshard.gpu_compile import compile_original, compile_sharded, report
+
+    build = load(options.target)
+    sharded = compile_sharded(build, options.world_size, options.arch, input_placement=_placement(options))
+    return report(sharded, compile_original(build, options.arch))
 
 
 def _prepared(options: argparse.Namespace) -> Prepared:

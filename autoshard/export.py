@@ -83,7 +83,7 @@ def capture_export(model: nn.Module, example_inputs: Any) -> Capture:
     Raises:
         CaptureError: if the examples are no arguments of the model.
     """
-    args, kwargs = _arguments(example_inputs)
+    args, kwargs = arguments(example_inputs)
     obstacle = _obstacle(model)
     if obstacle is None:
         try:
@@ -104,7 +104,7 @@ def capture_export(model: nn.Module, example_inputs: Any) -> Capture:
     return Capture((*regions, *layers), kept, mode_sensitive=sensitive)
 
 
-def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if not isinstance(example_inputs, (tuple, list)):
         return (example_inputs,), {}
     items = tuple(example_inputs)
