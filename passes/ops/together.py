@@ -39,7 +39,7 @@ class _GatherTogether(Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         world = group_size(ctx.group)
         shapes = [(world * shape[0], *shape[1:]) for shape in ctx.shapes]
-        places, whole = _present(gradients, shapes, ctx.group)
+        places, whole = present(gradients, shapes, ctx.group)
         rows = [x.reshape(world, x.numel() // world) for x in whole]
         flat = redistribute.reduce_scatter_flat(torch.cat(rows, 1).flatten(), ctx.group)
         own = flat.split([x.size(1) for x in rows])
@@ -59,7 +59,7 @@ class _RearrangeTogether(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         shapes = list(zip(ctx.rows, ctx.num_columns, strict=True))
-        places, whole = _present(gradients, shapes, ctx.group)
+        places, whole = present(gradients, shapes, ctx.group)
         widths = tuple(ctx.num_columns[place] for place in places)
         found = _run(_SpreadTogether, rows_for_columns, ctx.group, widths, *whole)
         return None, None, *_in_places(len(gradients), places, found)
@@ -89,7 +89,7 @@ class _ReduceGradients(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        places, whole = _present(gradients, ctx.shapes, ctx.group)
+        places, whole = present(gradients, ctx.shapes, ctx.group)
         flat = redistribute.all_reduce_partial(torch.cat([x.reshape(-1) for x in whole]), ctx.group)
         sums = flat.split([x.numel() for x in whole])
         return None, *_in_places(len(gradients), places, sums, ctx.shapes)
@@ -101,7 +101,7 @@ def _keep_absent(ctx: Any) -> None:
         ctx.set_materialize_grads(False)
 
 
-def _present(
+def present(
     gradients: Sequence[Tensor | None], shapes: Sequence[Sequence[int]], group: str
 ) -> tuple[list[int], list[Tensor]]:
     """The places at which some rank has a gradient, and this rank's gradients there, zeros where it has none."""
