@@ -24,6 +24,7 @@ from passes.errors import AutoshardError, CaptureError, PlanError, describe
 from passes.graph_pass import Context
 from passes.layout import Wire
 from passes.ops.redistribute import MEAN, NONE, SUM
+from passes.optimize.batch_lookups import Stacks
 from passes.pipeline import normalize, shard_graph
 from passes.plan import ShardingPlan
 from passes.rewrite.parameters import edit as local_edit
@@ -174,10 +175,11 @@ def prepare(model: nn.Module, plan: PlanSpec, example_inputs: Any, settings: Set
         ragged,
         settings.wire,
     )
-    diffs = []
+    diffs: list[RegionDiff] = []
+    stacks: Stacks = {}
     for region in captured.regions:
         before = readable_code(region.graph)
-        edits = shard_graph(region.graph, context, facts.parameters, region.path)
+        edits = shard_graph(region.graph, context, facts.parameters, region.path, stacks)
         after = readable_code(region.graph)
         diffs.append(RegionDiff(region.path, region.mode, region.is_layer, before, after, tuple(edits)))
     in_graphs = {edit.parameter for diff in diffs for edit in diff.edits} | facts.sites.keys()

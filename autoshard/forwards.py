@@ -33,7 +33,9 @@ from torch import Tensor, fx, nn
 from torch.fx.graph_module import _format_import_block
 from torch.package.importer import sys_importer
 
+from autoshard import stacks
 from passes.errors import InputError, describe
+from passes.optimize.batch_lookups import stacks_of
 from passes.ops.redistribute import replicate_parameter
 
 _TWIN = "_autoshard_twin"
@@ -63,24 +65,28 @@ class GraphForward:
         attributes: what these functions need of the module's class: how torch.export's code takes its arguments apart.
         mode_sensitive: paths of submodules that compute something else in training; where there is a graph for each
             mode, they have to be in the mode of the module.
+        stacks: the tables that are looked up together.
     """
 
     sources: Mapping[bool | None, str]
     attributes: Mapping[str, Any]
     mode_sensitive: tuple[str, ...]
+    stacks: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, graphs: Mapping[bool | None, fx.GraphModule], mode_sensitive: tuple[str, ...] = ()) -> GraphForward:
         """The recipe for these graphs, one for each mode or one under None."""
         sources: dict[bool | None, str] = {}
         attributes: dict[str, Any] = {}
+        found: dict[str, tuple[str, ...]] = {}
         for mode, graph_module in graphs.items():
+            found |= stacks_of(graph_module.graph)
             for node in graph_module.graph.nodes:
                 node.type = None  # annotations: the code needs none, and some are names of the model's own file
             code = graph_module.graph.python_code("self")
             sources[mode] = f"{_format_import_block(code.globals, sys_importer)}\n{code.src}"
             attributes |= {name: vars(graph_module)[name] for name in _SPECS if name in vars(graph_module)}
-        return cls(sources, attributes, mode_sensitive)
+        return cls(sources, attributes, mode_sensitive, found)
 
     def namespace(self, original: type[nn.Module]) -> dict[str, Any]:
         """The graph's code as `forward`."""
@@ -97,7 +103,11 @@ class GraphForward:
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return run(self, *args, **kwargs)
 
-        return {"forward": forward, **self.attributes}
+        defined = {"forward": forward, **self.attributes}
+        if not self.stacks:
+            return defined
+        copying = stacks.copying(_deepcopy, self.stacks)
+        return {**defined, **stacks.namespace(original, forward, self.stacks), "__deepcopy__": copying}
 
     def twin_namespace(self) -> None:
         """None: a graph reads the DTensors."""
@@ -212,7 +222,10 @@ def use_graph(
     """Gives a module the forward of its rewritten graph, and what the graph has of its own."""
     for graph in graphs.values():
         _adopt_attributes(module, graph)
-    install(module, GraphForward.of(graphs, mode_sensitive))
+    recipe = GraphForward.of(graphs, mode_sensitive)
+    install(module, recipe)
+    if recipe.stacks:
+        stacks.keep(module, recipe.stacks)
 
 
 def use_local_parameters(module: nn.Module, names: tuple[str, ...], group: str, reduction: str) -> None:
@@ -236,9 +249,10 @@ def install(module: nn.Module, recipe: Recipe) -> None:
     """Makes the module's class by the recipe."""
     original = type(module)
     own = {_ORIGINAL: original, _RECIPE: recipe, "__reduce_ex__": _reduce}
-    if isinstance(module, fx.GraphModule):
+    namespace = recipe.namespace(original)
+    if isinstance(module, fx.GraphModule) and "__deepcopy__" not in namespace:
         own["__deepcopy__"] = _deepcopy  # torch's own makes a module of the graph as it was traced
-    module.__class__ = _subclass(original, {**recipe.namespace(original), **own})
+    module.__class__ = _subclass(original, {**namespace, **own})
     twin_namespace = recipe.twin_namespace()
     if twin_namespace is not None:
         twin = object.__new__(_subclass(original, twin_namespace))
@@ -255,6 +269,7 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 def restore(module: nn.Module) -> None:
     """Gives a module its own class and forward back."""
     module.__dict__.pop(_READS, None)
+    stacks.release(module)
     restore_class(module)
 
 

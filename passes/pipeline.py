@@ -16,6 +16,7 @@ from passes.graph_pass import Context, Edit, PlannedPass
 from passes.normalize import FoldFixedBags, FoldRenorm, InlineLayers, InlineModes
 from passes.ops import redistribute
 from passes.ops.renorm import renorm
+from passes.optimize.batch_lookups import BatchLookups, Stacks
 from passes.optimize.keep_columns import KeepColumns
 from passes.optimize.merge_collectives import MergeCollectives
 from passes.optimize.narrow_results import NarrowResults
@@ -211,6 +212,7 @@ def shard_graph(
     context: Context,
     model_parameters: Mapping[str, torch.nn.Parameter],
     prefix: str = "",
+    stacks: Stacks | None = None,
 ) -> list[Edit]:
     """Rewrites a normalized graph in place by the plan.
 
@@ -219,6 +221,7 @@ def shard_graph(
         context: the plan, the group, the placement of activations.
         model_parameters: every parameter of the whole model by each of its names, for shapes and dtypes.
         prefix: path of the traced module in the model.
+        stacks: the tables that share storage after the graphs before this one; those of this graph are added.
 
     Returns:
         A record for every edit, in the order of the graph.
@@ -233,6 +236,7 @@ def shard_graph(
         RewriteSites(context, model_parameters, prefix),
         ReplicateParameters(context, model_parameters, prefix),
         keep,
+        BatchLookups(context, model_parameters, prefix, {} if stacks is None else stacks),
         merge,
         NarrowResults(context, model_parameters, prefix),
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 
 import torch
 from torch import fx, nn
@@ -70,6 +70,31 @@ class Schedule:
     def is_written_between(self, first: fx.Node, second: fx.Node) -> bool:
         """True if a tensor may have another value at the second node than at the first, or be in another mode."""
         return bool(_between(self._barriers, first, second))
+
+
+def groups(graph_module: fx.GraphModule, kind: Callable[[fx.Node], Hashable | None]) -> list[list[fx.Node]]:
+    """The nodes of each kind in groups of two or more that can run together, what they need in front of the first.
+
+    Args:
+        graph_module: what the members of a group need is moved in it.
+        kind: of a node; None for one that belongs to no group.
+    """
+    schedule = Schedule(graph_module)
+    levels: dict[fx.Node, int] = {}
+    made: dict[tuple[Hashable, int], list[list[fx.Node]]] = {}
+    for node in list(graph_module.graph.nodes):
+        # How many such nodes a node waits for: those that wait for as many do not wait for one another.
+        level = max((levels[source] for source in node.all_input_nodes), default=0)
+        which = kind(node)
+        levels[node] = level + (which is not None)
+        if which is None:
+            continue
+        found = made.setdefault((which, level), [])
+        if found and schedule.hoist(node, node.all_input_nodes, found[-1][0], found[-1]):
+            found[-1].append(node)
+        else:
+            found.append([node])
+    return [group for found in made.values() for group in found if len(group) > 1]
 
 
 def _between(nodes: Sequence[fx.Node], first: fx.Node, second: fx.Node) -> Sequence[fx.Node]:

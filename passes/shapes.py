@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from passes.errors import RewriteError, describe
-from passes.ops import redistribute
+from passes.ops import redistribute, stacked
 from passes.ops.collectives import group_rank
 from passes.ops.renorm import renorm
 
@@ -72,6 +72,8 @@ class _FakeRun(fx.Interpreter):
             return self._mode.from_tensor(value, static_shapes=True) if isinstance(value, Tensor) else value
         if n.target is renorm:
             return self.fetch_args_kwargs_from_env(n)[0][0]
+        if n.target is stacked.stack_tables:
+            return stacked.Stack(*self.fetch_args_kwargs_from_env(n)[0][:2], [], None)
         if n.target is redistribute.local_columns:
             parameter, group, _ = self.fetch_args_kwargs_from_env(n)[0]
             (dim, sizes), rank = self._shards[n], group_rank(group)

@@ -234,15 +234,7 @@ def check_ids(ids: Tensor, num_embeddings: int, at: str, group: str | None = Non
     """
     if not is_readable(ids):
         return
-    if ids.dtype not in ID_DTYPES:
-        raise InputError(
-            describe(
-                at,
-                f"the ids are of {ids.dtype}",
-                "torch.int32 or torch.int64",
-                "Convert them with .long() before the layer.",
-            )
-        )
+    check_id_dtype(ids, at)
     ends = torch.aminmax(ids) if ids.numel() else (0, -1)
     lowest, highest = (int(end) for end in ends)
     if group is not None:
@@ -257,6 +249,23 @@ def check_ids(ids: Tensor, num_embeddings: int, at: str, group: str | None = Non
                 f"id {bad} is out of range",
                 rows if num_embeddings else "no id: the table has no rows",
                 "Map unknown ids to a row of the table before the model.",
+            )
+        )
+
+
+def check_id_dtype(ids: Tensor, at: str) -> None:
+    """Ids are integers that torch looks up.
+
+    Raises:
+        InputError: otherwise.
+    """
+    if ids.dtype not in ID_DTYPES:
+        raise InputError(
+            describe(
+                at,
+                f"the ids are of {ids.dtype}",
+                "torch.int32 or torch.int64",
+                "Convert them with .long() before the layer.",
             )
         )
 

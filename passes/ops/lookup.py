@@ -46,7 +46,7 @@ def embedding(
     """
     checks.check_ids(ids, weight.size(0), at)
     checks.check_sparse(sparse, at)
-    columns = _without_empty(weight)
+    columns = without_empty(weight)
     sparse = sparse and columns is weight
     out = F.embedding(ids, columns, padding_idx, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
     return out[..., : weight.size(1)]
@@ -82,7 +82,7 @@ def embedding_bag(
     """
     checks.check_ids(ids, weight.size(0), at)
     checks.check_sparse(sparse, at)
-    columns = _without_empty(weight)
+    columns = without_empty(weight)
     bags = _first_bags(offsets, batches) if include_last_offset and offsets is not None else None
     if sparse and bags is not None and offsets is not None:
         ids, offsets, per_sample_weights = only_bags(ids, offsets, per_sample_weights, bags)
@@ -126,7 +126,7 @@ def only_bags(
     return ids[stays], kept.cumsum(0) - kept, weights
 
 
-def _without_empty(weight: Tensor) -> Tensor:
+def without_empty(weight: Tensor) -> Tensor:
     """The weight, or for a rank without columns one column of zeros, which still carries a gradient.
 
     Every rank has to run the same checks and the same collectives, backward too.

@@ -41,7 +41,7 @@ class _GatherTogether(Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         world = group_size(ctx.group)
         shapes = [(world * shape[0], *shape[1:]) for shape in ctx.shapes]
-        places, whole = _present(gradients, shapes, ctx.group)
+        places, whole = present(gradients, shapes, ctx.group)
         own = _run(_ScatterTogether, _own_sums, ctx.group, *whole)
         return None, *_in_places(len(gradients), places, own)
 
@@ -58,7 +58,7 @@ class _ScatterTogether(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         shapes = [(shape[0] // group_size(ctx.group), *shape[1:]) for shape in ctx.shapes]
-        places, whole = _present(gradients, shapes, ctx.group)
+        places, whole = present(gradients, shapes, ctx.group)
         rows = _run(_GatherTogether, _rows_of_all, ctx.group, *whole)
         return None, *_in_places(len(gradients), places, rows)
 
@@ -79,7 +79,7 @@ class _RearrangeTogether(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         shapes = list(zip(ctx.rows, ctx.num_columns, strict=True))
-        places, whole = _present(gradients, shapes, ctx.group)
+        places, whole = present(gradients, shapes, ctx.group)
         widths = tuple(ctx.num_columns[place] for place in places)
         found = _run(_SpreadTogether, _to_columns, ctx.group, widths, ctx.wire[::-1], *whole)
         return None, None, None, *_in_places(len(gradients), places, found)
@@ -112,7 +112,7 @@ class _ReduceGradients(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        places, whole = _present(gradients, ctx.shapes, ctx.group)
+        places, whole = present(gradients, ctx.shapes, ctx.group)
         flat = redistribute.all_reduce_partial(torch.cat([x.reshape(-1) for x in whole]), ctx.group)
         sums = flat.split([x.numel() for x in whole])
         return None, *_in_places(len(gradients), places, sums, ctx.shapes)
@@ -124,7 +124,7 @@ def _keep_absent(ctx: Any) -> None:
         ctx.set_materialize_grads(False)
 
 
-def _present(
+def present(
     gradients: Sequence[Tensor | None], shapes: Sequence[Sequence[int]], group: str
 ) -> tuple[list[int], list[Tensor]]:
     """The places at which some rank has a gradient, and this rank's gradients there, zeros where it has none."""

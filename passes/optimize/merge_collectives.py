@@ -20,17 +20,17 @@ from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from passes.graph_pass import Context, Edit, PlannedPass
-from passes.ops import lookup, redistribute, together
+from passes.ops import lookup, redistribute, stacked, together
 from passes.ops.renorm import renorm
 from passes.origin import module_path
-from passes.schedule import Schedule
+from passes.schedule import Schedule, groups
 from passes.sites import Scope, scopes
 
 # What DistributedDataParallel takes: one all_reduce of all gradients could start only when the backward has ended.
 BUCKET_BYTES = 25 * 2**20
 
 _GATHERS = (redistribute.all_gather_batch, redistribute.all_gather_optional)
-_LOOKUPS = (lookup.embedding, lookup.embedding_bag)
+_LOOKUPS = (lookup.embedding, lookup.embedding_bag, stacked.embedding, stacked.embedding_bag)
 
 
 class MergeCollectives(PlannedPass):
@@ -47,13 +47,13 @@ class MergeCollectives(PlannedPass):
     def call(self, graph_module: fx.GraphModule) -> PassResult:
         before = len(self.edits)
         for scope in scopes(graph_module, self._prefix):
-            gathers = _groups(scope, lambda node: "gather" if node.target in _GATHERS else None)
+            gathers = groups(scope.graph_module, lambda node: "gather" if node.target in _GATHERS else None)
             for number, group in enumerate(gathers):
                 self._merge(scope, group, f"gathered_{number}", "all_gathers", _gather_together)
-            rearrangements = _groups(scope, _kind_of_rearrangement)
+            rearrangements = groups(scope.graph_module, _kind_of_rearrangement)
             for number, group in enumerate(rearrangements):
                 self._merge(scope, group, f"rearranged_{number}", "column rearrangements", _rearrange_together)
-            scatters = _groups(scope, lambda node: "s" if node.target is redistribute.reduce_scatter_batch else None)
+            scatters = groups(scope.graph_module, lambda node: "s" if node.target is redistribute.reduce_scatter_batch else None)
             for number, group in enumerate(scatters):
                 self._merge(scope, group, f"scattered_{number}", "reduce_scatters", _scatter_together)
             for number, group in enumerate(self._buckets(scope)):
@@ -132,26 +132,6 @@ def _kind_of_rearrangement(node: fx.Node) -> str | None:
     columns = node.args[0]
     assert isinstance(columns, fx.Node)
     return "lookup" if columns.target in _LOOKUPS else "linear"
-
-
-def _groups(scope: Scope, kind: Callable[[fx.Node], str | None]) -> list[list[fx.Node]]:
-    """The nodes of each kind in groups of two or more that can run together, what they need in front of the first."""
-    schedule = Schedule(scope.graph_module)
-    levels: dict[fx.Node, int] = {}
-    groups: dict[tuple[str, int], list[list[fx.Node]]] = {}
-    for node in list(scope.graph_module.graph.nodes):
-        # How many collectives a node waits for: those that wait for as many do not wait for one another.
-        level = max((levels[source] for source in node.all_input_nodes), default=0)
-        which = kind(node)
-        levels[node] = level + (which is not None)
-        if which is None:
-            continue
-        made = groups.setdefault((which, level), [])
-        if made and schedule.hoist(node, node.all_input_nodes, made[-1][0], made[-1]):
-            made[-1].append(node)
-        else:
-            made.append([node])
-    return [group for made in groups.values() for group in made if len(group) > 1]
 
 
 def _gather_together(graph: fx.Graph, group: list[fx.Node], name: str) -> fx.Node:

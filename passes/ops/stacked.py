@@ -1,0 +1,399 @@
+"""Lookups of several tables as one: a lookup on a stack, the rows of all of them.
+
+T tables of one width, table t with V_t rows; V rows in all, of which this rank holds d columns. Of each rank N ids of
+all tables one after the other, which give R results: a row for each id, or for each bag.
+
+    pack_ids            ids (B, ...) of each table          -> (N,)
+    pack_gathered       gathered ids (W*B, ...) of each     -> (W*N,)
+    stack_tables        the shards (V_t, d)                 -> (V, d), and the first row of each table
+    embedding           ids (W*N,)                          -> (W*R, d)
+    embedding_bag       ids (W*N,), of (B, L) per table     -> (W*R, d)
+    results_of_ids      (R, D)                              -> (B, ..., D) for each table
+    results_of_bags     (R, D)                              -> (B, D) for each table
+
+The shards of a stack are views of its rows: no step copies a table, and the gradients are views of one (V, d). Whoever
+gives a parameter other storage has to stack again (`restack`). Eager mode looks where the shards are, and stacks a copy
+if they are elsewhere; a compiled graph asks the operator `autoshard::first_rows`, which raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.distributed.tensor import DTensor
+
+from passes.errors import InputError, describe
+from passes.ops import checks, lookup, redistribute, together
+from passes.ops.collectives import group_size
+
+
+class Presence:
+    """The tables of a stack that no rank's loss depends on, which get no gradient; a backward tells another."""
+
+    absent: frozenset[int] = frozenset()
+
+
+class Stack(NamedTuple):
+    """Tables that are looked up together.
+
+    Attributes:
+        table: (V, d), the rows of all.
+        first: (T,), int64, the first row of each.
+        shards: (V_t, d) of each, with the gradient that its parameter gets.
+        presence: in eager mode.
+    """
+
+    table: Tensor
+    first: Tensor
+    shards: list[Tensor]
+    presence: Presence | None
+
+
+def is_stacked(table: Tensor, shards: Sequence[Tensor]) -> bool:
+    """True if the shards are the rows of the table, one after the other, and all of them."""
+    place = table.data_ptr()
+    for shard in shards:
+        if (shard.dtype, shard.device, shard.size(1)) != (table.dtype, table.device, table.size(1)):
+            return False
+        if shard.numel() and (shard.data_ptr() != place or not shard.is_contiguous()):
+            return False
+        place += shard.numel() * shard.itemsize
+    return sum(shard.size(0) for shard in shards) == table.size(0)
+
+
+def restack(table: Tensor, parameters: Sequence[DTensor]) -> Tensor:
+    """The stack of the parameters' shards, which become views of its rows.
+
+    Args:
+        table: their stack of before; it is returned if it still is that.
+        parameters: DTensors of one width, dtype and device.
+
+    Raises:
+        InputError: if the dtypes or devices differ.
+    """
+    with torch.no_grad():
+        shards = [parameter.to_local() for parameter in parameters]
+        if is_stacked(table, shards):
+            return table
+        _require_one_kind(shards)
+        made = torch.cat(shards)
+        start = 0
+        for parameter, shard in zip(parameters, shards, strict=True):
+            parameter._local_tensor = _alias(made.narrow(0, start, shard.size(0)))
+            start += shard.size(0)
+    return made
+
+
+def _alias(rows: Tensor) -> Tensor:
+    """The same memory as a storage of its own.
+
+    What a view is to torch would show: in checkpoints, which save storages, and in DTensor, which cannot copy views.
+    """
+    return torch.from_dlpack(rows) if rows.numel() else rows.clone()
+
+
+def _require_one_kind(shards: Sequence[Tensor]) -> None:
+    kinds = sorted({f"{shard.dtype} on {shard.device}" for shard in shards})
+    if len(kinds) > 1:
+        raise InputError(
+            describe(
+                "tables that are looked up together",
+                f"they are of {', '.join(kinds)}",
+                "one dtype and one device",
+                "Convert or move the whole model, not a part of it.",
+            )
+        )
+
+
+@torch.library.custom_op("autoshard::first_rows", mutates_args=())
+def _first_rows(first: Tensor, table: Tensor, shards: list[Tensor]) -> Tensor:
+    """A copy of `first`. The lookup adds it to its ids, so that no compiler leaves out the check."""
+    if not is_stacked(table, shards):
+        raise InputError(
+            describe(
+                "tables that are looked up together",
+                "the values of one were replaced by others after the model was sharded",
+                "values in the storage that all of them share",
+                "Load and convert the whole model, or call the model once without torch.compile: that puts them there.",
+            )
+        )
+    return first.clone()
+
+
+@_first_rows.register_fake
+def _(first: Tensor, table: Tensor, shards: list[Tensor]) -> Tensor:
+    return torch.empty_like(first)
+
+
+class _StackTables(Function):
+    """The stack as it is; the gradient of each shard is its rows of the stack's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, table: Tensor, first: Tensor, divisor: int, presence: Presence | None, *shards: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.divisor, ctx.presence, ctx.rows = divisor, presence, [shard.size(0) for shard in shards]
+        found = _found(first, table, shards)
+        ctx.mark_non_differentiable(found)
+        return table.view_as(table), found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
+        scaled = gradient if ctx.divisor == 1 else gradient / ctx.divisor
+        return None, None, None, None, *_present(scaled.split(ctx.rows), ctx.presence)
+
+
+class _Join(Function):
+    """(W*R_t, d) of each table -> (W*R, d), one table's results after another's for each rank."""
+
+    @staticmethod
+    def forward(ctx: Any, world: int, presence: Presence, *columns: Tensor) -> Tensor:
+        ctx.world, ctx.presence, ctx.rows = world, presence, [x.size(0) // world for x in columns]
+        width = columns[0].size(1)
+        return torch.cat([x.view(world, x.size(0) // world, width) for x in columns], 1).flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        by_rank = gradient.view(ctx.world, sum(ctx.rows), gradient.size(1))
+        pieces = [piece.flatten(0, 1) for piece in by_rank.split(ctx.rows, 1)]
+        return None, None, *_present(pieces, ctx.presence)
+
+
+def _present(gradients: Sequence[Tensor], presence: Presence | None) -> list[Tensor | None]:
+    absent = frozenset() if presence is None else presence.absent
+    return [None if place in absent else gradient for place, gradient in enumerate(gradients)]
+
+
+def _found(first: Tensor, table: Tensor, shards: Sequence[Tensor]) -> Tensor:
+    """The first row of each table; in eager mode it is known already that they are there."""
+    return _first_rows(first, table, list(shards)) if torch.compiler.is_compiling() else first
+
+
+def stack_tables(table: Tensor, first: Tensor, parameters: Sequence[Tensor], group: str, reduction: str) -> Stack:
+    """The shards of several parameters as one tensor.
+
+    Args:
+        table: (V, d), what the shards are views of.
+        first: (T,), int64, the first row of each.
+        parameters: T DTensors; or what `torch.func.functional_call` puts in their place, which is copied.
+        group, reduction: as in `local_columns`.
+
+    """
+    shards = [redistribute.local_columns(parameter, group, redistribute.NONE) for parameter in parameters]
+    scaled = [redistribute.scale_gradient(shard, group, reduction) for shard in shards]
+    presence = None if torch.compiler.is_compiling() else Presence()
+    own = all(isinstance(parameter, nn.Parameter) for parameter in parameters)
+    if not own or (checks.is_readable(table) and not is_stacked(table, shards)):
+        _require_one_kind(shards)
+        return Stack(torch.cat(scaled), first, scaled, presence)
+    if not (torch.is_grad_enabled() and any(shard.requires_grad for shard in shards)):
+        return Stack(table, _found(first, table, shards), scaled, presence)
+    divisor = group_size(group) if reduction == redistribute.MEAN else 1
+    stacked, found = _StackTables.apply(table, first, divisor, presence, *shards)  # type: ignore[no-untyped-call]  # as torch leaves it
+    return Stack(stacked, found, scaled, presence)
+
+
+def pack_ids(ids: Sequence[Tensor], group: str, *, at: Sequence[str | None]) -> Tensor:
+    """This rank's ids of several tables, one table's after another's: (B, ...) for each -> (N,).
+
+    Args:
+        ids: as they travel; the shapes may differ from table to table, not from rank to rank.
+        group: name of the process group.
+        at: module paths, for errors; None for ids that have been checked.
+
+    Raises:
+        InputError: in eager mode, on all ranks, if the sizes differ between ranks.
+    """
+    rows = [x.unsqueeze(0) if checks.is_strided(x) and x.dim() == 0 else x for x in ids]
+    checks.check_inputs([(x, where) for x, where in zip(rows, at, strict=True) if where], group)
+    for x, where in zip(ids, at, strict=True):
+        checks.check_id_dtype(x, where or "a lookup")
+    return torch.cat([x.reshape(-1) for x in ids])
+
+
+def pack_gathered(ids: Sequence[Tensor], group: str, *, at: Sequence[str]) -> Tensor:
+    """`pack_ids` of ids that were gathered for each table by itself: (W*B, ...) for each -> (W*N,)."""
+    for x, where in zip(ids, at, strict=True):
+        checks.check_id_dtype(x, where)
+    world = group_size(group)
+    return torch.cat([x.reshape(world, x.numel() // world) for x in ids], 1).flatten()
+
+
+def embedding(
+    ids: Tensor, stack: Stack, likes: Sequence[Tensor], group: str, *, at: Sequence[str], rows: Sequence[int]
+) -> Tensor:
+    """`F.embedding` of each table on this rank's columns, one table's results after another's for each rank.
+
+    Args:
+        ids: (W*N,), the same on all ranks.
+        stack: of `stack_tables`.
+        likes: this rank's ids, for their shapes.
+        group: name of the process group.
+        at: module paths, for errors.
+        rows: V_t.
+
+    Returns:
+        (W*N, d).
+
+    Raises:
+        IdRangeError: in eager mode, on all ranks, if an id is not a row of its table.
+    """
+    table = stack.table
+    moved = _in_stack(ids, stack, [x.numel() for x in likes], group, at, rows)
+    return F.embedding(moved.flatten(), lookup.without_empty(table))[:, : table.size(1)]
+
+
+def embedding_bag(
+    ids: Tensor,
+    stack: Stack,
+    likes: Sequence[Tensor],
+    group: str,
+    *,
+    at: Sequence[str],
+    rows: Sequence[int],
+    mode: str = "mean",
+) -> Tensor:
+    """`F.embedding_bag` of each table on this rank's columns, one table's results after another's for each rank.
+
+    Args:
+        likes: this rank's ids, (B, L) for each table.
+        ids, stack, group, at, rows: as in `embedding`.
+        mode: as in torch.
+
+    Returns:
+        (W*R, d).
+
+    Raises:
+        IdRangeError: in eager mode, on all ranks, if an id is not a row of its table.
+        InputError: if a table's ids have not two dimensions.
+    """
+    for x, where in zip(likes, at, strict=True):
+        if x.dim() != 2:
+            fact = f"the ids have {x.dim()} dimensions, and there are no offsets"
+            raise InputError(describe(where, fact, "ids of two dimensions, a bag in each row", "Pass offsets."))
+    table, sizes = stack.table, [x.numel() for x in likes]
+    if checks.is_readable(ids):
+        _check_ids(ids.view(group_size(group), sum(sizes)), sizes, at, rows)
+        return _bags_of_each(ids, stack, likes, group, mode)
+    moved = _in_stack(ids, stack, sizes, group, at, rows)
+    weight = lookup.without_empty(table)
+    if all(x.shape == likes[0].shape for x in likes):
+        bags, length = len(likes) * group_size(group) * likes[0].size(0), likes[0].size(1)
+        return F.embedding_bag(moved.view(bags, length), weight, mode=mode)[:, : table.size(1)]
+    starts, total = [], 0
+    for x in likes:
+        starts.append(torch.arange(x.size(0), device=ids.device) * x.size(1) + total)
+        total = total + x.numel()
+    ranks = torch.arange(group_size(group), device=ids.device).unsqueeze(1) * total
+    offsets = (torch.cat(starts) + ranks).flatten().to(moved.dtype)
+    return F.embedding_bag(moved.flatten(), weight, offsets, mode=mode)[:, : table.size(1)]
+
+
+def _bags_of_each(ids: Tensor, stack: Stack, likes: Sequence[Tensor], group: str, mode: str) -> Tensor:
+    """`embedding_bag`, a call for each table.
+
+    torch sorts the ids of a call to add up gradients, and leaves open in which order it adds those of one id: only the
+    same call gives the same last bit.
+    """
+    world = group_size(group)
+    sizes = [x.numel() for x in likes]
+    pieces = ids.view(world, sum(sizes)).split(sizes, 1)
+    columns = []
+    for piece, shard, x in zip(pieces, stack.shards, likes, strict=True):
+        bags = piece.reshape(world * x.size(0), x.size(1))
+        columns.append(F.embedding_bag(bags, lookup.without_empty(shard), mode=mode)[:, : shard.size(1)])
+    if stack.presence is None or not (torch.is_grad_enabled() and any(x.requires_grad for x in columns)):
+        by_rank = [x.view(world, x.size(0) // world, x.size(1)) for x in columns]
+        return torch.cat(by_rank, 1).flatten(0, 1)
+    joined: Tensor = _Join.apply(world, stack.presence, *columns)  # type: ignore[no-untyped-call]  # as torch leaves it
+    return joined
+
+
+def _in_stack(
+    ids: Tensor, stack: Stack, sizes: Sequence[int], group: str, at: Sequence[str], rows: Sequence[int]
+) -> Tensor:
+    """Ids of rows of the tables -> of rows of the stack, (W, N)."""
+    table, first = stack.table, stack.first
+    equal = all(size == sizes[0] for size in sizes)
+    # (W, T, N/T), or a view for each table
+    by_table = ids.view(group_size(group), len(sizes), sizes[0]) if equal else None
+    by_rank = ids.view(group_size(group), sum(sizes))
+    _check_ids(by_rank, sizes, at, rows)
+    first = first if table.size(0) >= 2**31 else first.to(ids.dtype)
+    if by_table is not None:
+        moved = by_table + first.unsqueeze(1)
+        if not checks.is_readable(ids):
+            ends = first + torch.tensor(rows, device=ids.device, dtype=first.dtype)
+            moved = torch.where((by_table >= 0) & (moved < ends.unsqueeze(1)), moved, table.size(0))
+        return moved.view(by_rank.shape)
+    moved_pieces = []
+    for piece, start, size in zip(by_rank.split(list(sizes), 1), first.unbind(), rows, strict=True):
+        moved = piece + start
+        if not checks.is_readable(ids):
+            moved = torch.where((piece >= 0) & (piece < size), moved, table.size(0))
+        moved_pieces.append(moved)
+    return torch.cat(moved_pieces, 1)
+
+
+def _check_ids(by_rank: Tensor, sizes: Sequence[int], at: Sequence[str], rows: Sequence[int]) -> None:
+    """Every id is a row of its table. A compiled graph has ids that are not become none of the stack."""
+    if not checks.is_readable(by_rank):
+        return
+    tables = list(range(len(sizes)))
+    if by_rank.numel() and len(set(sizes)) == 1:
+        by_table = by_rank.view(by_rank.size(0), len(sizes), sizes[0])
+        lowest, highest = by_table.amin((0, 2)).tolist(), by_table.amax((0, 2)).tolist()
+        tables = [place for place in tables if lowest[place] < 0 or highest[place] >= rows[place]]
+    pieces = by_rank.split(list(sizes), 1)
+    for place in tables:
+        checks.check_ids(pieces[place], rows[place], at[place])
+
+
+class _Results(Function):
+    """(R, D) -> for each table its results, each a tensor of its own: one may be changed in place without the others."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, presence: Presence | None, group: str, counts: list[int]) -> Any:
+        if not torch.compiler.is_compiling():
+            ctx.set_materialize_grads(False)
+        pieces = _apart(rows, counts)
+        ctx.group, ctx.presence, ctx.shapes = group, presence, [piece.shape for piece in pieces]
+        return pieces
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        places, whole = together.present(gradients, ctx.shapes, ctx.group)
+        like = whole[0]
+        found = dict(zip(places, whole, strict=True))
+        if ctx.presence is not None:
+            ctx.presence.absent = frozenset(range(len(gradients))) - found.keys()
+        pieces = [found[place] if place in found else like.new_zeros(shape) for place, shape in enumerate(ctx.shapes)]
+        return torch.cat(pieces), None, None, None
+
+
+def results_of_ids(rows: Tensor, likes: Sequence[Tensor], stack: Stack, group: str) -> list[Tensor]:
+    """(R, D) -> for each table (B, ..., D), contiguous; `likes` are this rank's ids."""
+    counts = [x.numel() for x in likes]
+    return [x.view(*like.shape, x.size(1)) for x, like in zip(_split(rows, counts, stack, group), likes, strict=True)]
+
+
+def results_of_bags(rows: Tensor, likes: Sequence[Tensor], stack: Stack, group: str) -> list[Tensor]:
+    """(R, D) -> for each table (B, D), contiguous; `likes` are this rank's ids, (B, L)."""
+    return list(_split(rows, [x.size(0) for x in likes], stack, group))
+
+
+def _split(rows: Tensor, counts: list[int], stack: Stack, group: str) -> Sequence[Tensor]:
+    if not (torch.is_grad_enabled() and rows.requires_grad):
+        return _apart(rows, counts)
+    found: tuple[Tensor, ...] = _Results.apply(rows, stack.presence, group, counts)  # type: ignore[no-untyped-call]  # as torch leaves it
+    return found
+
+
+def _apart(rows: Tensor, counts: Sequence[int]) -> tuple[Tensor, ...]:
+    """The parts of `rows`. Through `data`, so that none counts the changes of another as its own."""
+    return tuple(piece.data for piece in rows.split(list(counts)))
