@@ -96,15 +96,7 @@ def differences(mesh: DeviceMesh, settings: list[Setting]) -> list[Any]:
     return [train_case(mesh, CASES[setting.model], setting) for setting in settings]
 
 
-@pytest.mark.parametrize(
-    "world_size",
-    [
-        pytest.param(1, marks=pytest.mark.slow),
-        pytest.param(2, marks=pytest.mark.slow),
-        3,
-        pytest.param(4, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("world_size", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 4))])
 def test_stacked_lookups_are_equal_to_the_last_bit(pool: Pool, world_size: int) -> None:
     """Columns that the ranks cannot divide; fewer than ranks."""
     settings = [
@@ -362,7 +354,6 @@ def look_outside(mesh: DeviceMesh) -> dict[str, bool]:
     state = model.state_dict()
     storages = [shard.untyped_storage().nbytes() for shard in shards]
     doubled = {name: p.detach() * 2 for name, p in model.named_parameters()}
-    copied = copy.deepcopy(state)
     called = torch.func.functional_call(model, doubled, (batch,))
     before = model(batch)
     return {
