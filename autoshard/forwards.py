@@ -35,8 +35,8 @@ from torch.package.importer import sys_importer
 
 from autoshard import stacks
 from passes.errors import InputError, describe
-from passes.optimize.batch_lookups import stacks_of
 from passes.ops.redistribute import replicate_parameter
+from passes.optimize.batch_lookups import stacks_of
 
 _TWIN = "_autoshard_twin"
 _RECIPE = "_autoshard_recipe"

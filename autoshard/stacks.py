@@ -57,7 +57,7 @@ def namespace(original: type[nn.Module], forward: Callable[..., Any], stacks: St
 
 
 def copying(copy: Callable[..., nn.Module], stacks: Stacks) -> Callable[..., nn.Module]:
-    """A `__deepcopy__` that copies the gradients of stacked tables, which are views: torch copies no view in a DTensor."""
+    """A `__deepcopy__` that copies the gradients of stacked tables: torch copies no view that is in a DTensor."""
 
     def deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
         tables = [attrgetter(path)(self) for paths in stacks.values() for path in paths]

@@ -190,11 +190,15 @@ class _NoColumns(Function):
 class _ScaleGradient(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, divisor: int) -> Tensor:
+        if not torch.compiler.is_compiling():
+            ctx.set_materialize_grads(False)  # where there is no gradient, there are no zeros either
         ctx.divisor = divisor
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        if gradient is None:
+            return None, None
         if gradient.is_sparse:
             values = gradient._values() / ctx.divisor
             scaled = torch.sparse_coo_tensor(gradient._indices(), values, gradient.shape, check_invariants=False)

@@ -355,7 +355,7 @@ def _check_ids(by_rank: Tensor, sizes: Sequence[int], at: Sequence[str], rows: S
 
 
 class _Results(Function):
-    """(R, D) -> for each table its results, each a tensor of its own: one may be changed in place without the others."""
+    """(R, D) -> for each table its results, each a tensor of its own, which may be changed in place."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, presence: Presence | None, group: str, counts: list[int]) -> Any:

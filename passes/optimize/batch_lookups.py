@@ -23,7 +23,6 @@ from passes.graph_pass import Context, Edit, PlannedPass
 from passes.layout import chunk_sizes, id_dtype
 from passes.ops import lookup, redistribute, stacked
 from passes.ops.collectives import group_rank
-from passes.origin import module_path
 from passes.plan import COLWISE
 from passes.schedule import groups
 from passes.sites import Scope, scopes
@@ -208,7 +207,7 @@ def _parameter(node: fx.Node) -> fx.Node:
 
 
 def _exclusive(found: list[list[fx.Node]]) -> dict[tuple[fx.Node, ...], Any]:
-    """The gathers of groups that nobody but groups with the very same gathers takes; the nodes in their place, later."""
+    """The gathers of each group, where no other node takes them; later the node of the gather in their place."""
     users: dict[tuple[fx.Node, ...], list[fx.Node]] = {}
     for group in found:
         users.setdefault(tuple(node.args[0] for node in group), []).extend(group)  # type: ignore[misc]  # nodes, all of them

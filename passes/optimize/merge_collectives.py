@@ -53,7 +53,9 @@ class MergeCollectives(PlannedPass):
             rearrangements = groups(scope.graph_module, _kind_of_rearrangement)
             for number, group in enumerate(rearrangements):
                 self._merge(scope, group, f"rearranged_{number}", "column rearrangements", _rearrange_together)
-            scatters = groups(scope.graph_module, lambda node: "s" if node.target is redistribute.reduce_scatter_batch else None)
+            scatters = groups(
+                scope.graph_module, lambda node: "s" if node.target is redistribute.reduce_scatter_batch else None
+            )
             for number, group in enumerate(scatters):
                 self._merge(scope, group, f"scattered_{number}", "reduce_scatters", _scatter_together)
             for number, group in enumerate(self._buckets(scope)):
