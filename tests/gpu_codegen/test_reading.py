@@ -55,7 +55,7 @@ def test_a_torch_without_a_patched_name_is_told_by_its_name(monkeypatch: pytest.
 
     monkeypatch.delattr(GraphLowering, "compile_to_module")
     with (
-        pytest.raises(NoGpuCompiler, match="GraphLowering.compile_to_module"),
+        pytest.raises(NoGpuCompiler, match=r"GraphLowering\.compile_to_module"),
         pretend_gpu.pretend_gpu("sm_90", lambda lowering: None),
     ):
         pass
