@@ -351,14 +351,16 @@ def _program(
         steps=steps,
         collectives=tuple(traffic(kind, direction, sympy.Integer(nbytes)) for kind, nbytes in collectives),
         memory_bytes=memory_bytes,
-        synchronisations=tuple(
-            ast.unparse(node)
-            for node in ast.walk(calls)
-            if isinstance(node, ast.Call) and set(ast.unparse(node.func).split(".")) & set(_SYNCHRONISING)
-        ),
+        synchronisations=_synchronisations(calls),
         no_cuda_graph=next((reason for reason in reasons if reason), None),
         cpu_tensors=_cpu_tensors(graph_module),
     )
+
+
+def _synchronisations(function: ast.FunctionDef) -> tuple[str, ...]:
+    """The calls that make the host wait for the device."""
+    calls = (node for node in ast.walk(function) if isinstance(node, ast.Call))
+    return tuple(ast.unparse(call) for call in calls if set(ast.unparse(call.func).split(".")) & set(_SYNCHRONISING))
 
 
 def _kernels(tree: ast.Module) -> Iterator[tuple[str, str]]:

@@ -36,9 +36,7 @@ def _original(name: str, arch: str) -> Compiled:
 
 
 def _or_skip(compile_: Callable[..., Compiled]) -> Step:
-    pytest.importorskip(
-        "triton", reason="Triton is not installed: it compiles the kernels (the extra `test` brings it)"
-    )
+    pytest.importorskip("triton", reason="Triton is not installed (the extra `test` brings it)")
 
     def run(*args: Any) -> Compiled:
         try:

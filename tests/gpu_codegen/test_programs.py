@@ -39,6 +39,7 @@ EXPECTED: dict[tuple[str, int], Expected] = {
     ("even_mlp", 1): Expected(Counts(1, 2, 37232), Counts(5, 3, 38960), 6),
     ("even_mlp", 2): Expected(Counts(2, 2, 50424), Counts(6, 3, 46680), 8),
     ("even_mlp", 8): Expected(Counts(2, 2, 120812), Counts(8, 2, 89852), 9),
+    ("even_mlp", 64): Expected(Counts(14, 2, 808912), Counts(18, 2, 557712), 31),
     ("mlp", 8): Expected(Counts(2, 3, 187544), Counts(10, 3, 125908), 12),
     ("two_tower", 8): Expected(Counts(14, 3, 421868), Counts(36, 4, 323196, waiting=1), 50),
 }

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from autoshard import cli, pretend_gpu
-from autoshard.gpu_compile import Program, Step, compile_original
+from autoshard.gpu_compile import Program, Step, _synchronisations, compile_original
 from autoshard.pretend_gpu import NoGpuCompiler, gpu_of
 
 TARGET = f"{Path(__file__).parent / 'target.py'}:build"
@@ -61,17 +61,6 @@ def test_a_torch_without_a_patched_name_is_told_by_its_name(monkeypatch: pytest.
         pass
 
 
-class HostSync(nn.Module):
-    """As many numbers as the values say: the host has to read how many."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)[x[:, 0] > 0].sum()
-
-
 class OnCpu(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -81,15 +70,21 @@ class OnCpu(nn.Module):
         return self.layer(x) + torch.arange(4.0, device="cpu").to(x.device)
 
 
+@pytest.mark.parametrize(
+    "line",
+    ["n = buf0.item()", "sizes = buf0.tolist()", "torch.cuda.synchronize()", "torch.ops.aten.nonzero.default(x)"],
+)
+def test_a_call_that_waits_for_the_device_is_seen(line: str) -> None:
+    (function,) = ast.parse(f"def call(self, args):\n    torch.ops.aten.mul.Tensor(a, b)\n    {line}").body
+    assert isinstance(function, ast.FunctionDef)
+    assert _synchronisations(function) == (ast.unparse(ast.parse(line.split(" = ")[-1])),)
+
+
 @pytest.mark.slow
-def test_values_that_the_host_reads_and_cpu_tensors_are_seen() -> None:
+def test_a_tensor_on_the_cpu_is_seen() -> None:
     pytest.importorskip("triton")
-
-    def made(model: type[nn.Module]) -> Any:
-        return compile_original(lambda: (model(), (torch.ones(8, 4),)), "sm_90").forward
-
-    assert made(HostSync).no_cuda_graph is not None
-    assert made(OnCpu).cpu_tensors > 0
+    made = compile_original(lambda: (OnCpu(), (torch.ones(8, 4),)), "sm_90")
+    assert made.forward.cpu_tensors > 0
 
 
 @pytest.mark.slow
