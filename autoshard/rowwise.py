@@ -60,15 +60,20 @@ def pair_rowwise(
     """
     regions = [region for region in capture.regions if not region.is_layer]
     feeds = [feed for region in regions for feed in find_feeds(region.graph, parameters, region.path)]
-    uses = Counter(canonical[site.weight] for region in regions for site in find_sites(region.graph, region.path))
+    sites = [site for region in regions for site in find_sites(region.graph, region.path)]
+    uses = Counter(canonical[site.weight] for site in sites)
     fed = Counter(canonical[name] for feed in feeds for name in feed.linears)
     refused = {name for name in fed if name not in free or uses[name] != fed[name]}
+    pairs = {(canonical[site.weight], canonical[site.bias]) for site in sites if site.bias is not None}
+    by_column = set(free) - {weight for weight, bias in pairs if bias not in free}  # the others follow their bias
+    uses_of_bias = Counter(bias for _, bias in pairs)
+    refused |= {weight for weight, bias in pairs if uses_of_bias[bias] > 1}  # whose bias others want sharded
     reasons: dict[str, str] = {}
     colwise: set[str] = set()
     for feed in feeds:
         sources = {canonical[name]: name for name in feed.sources}
         linears = {canonical[name] for name in feed.linears}
-        if not sources.keys() <= set(free) - linears - reasons.keys() or linears & (colwise | refused):
+        if not sources.keys() <= by_column - linears - reasons.keys() or linears & (colwise | refused):
             refused |= linears
         elif _moves_fewer_bytes(feed, sum(parameters[name].size(0) for name in feed.linears), world_size):
             colwise |= sources.keys()

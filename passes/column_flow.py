@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from passes.column_work import ColumnWork, column_work
-from passes.sites import EMBEDDING, LINEAR, Call, calls, scopes
+from passes.sites import EMBEDDING, LINEAR, Call, Scope, calls, scopes
 from passes.traffic import shape_of
 
 
@@ -77,12 +77,16 @@ def find_feeds(graph_module: fx.GraphModule, parameters: Mapping[str, nn.Paramet
         prefix: path of the traced module in the model.
     """
     feeds = []
-    for scope in scopes(graph_module, prefix):
-        by_result = {call.result: call for call in calls(scope)}
-        sources = {node: _layout(c, parameters[scope.parameters[c.weight]]) for node, c in by_result.items()}
+    found = [(scope, {call.result: call for call in calls(scope)}) for scope in scopes(graph_module, prefix)]
+    tables = {id(_weight(c, s, parameters)) for s, of_scope in found for c in of_scope.values() if c.op != LINEAR}
+    for scope, by_result in found:
+        weights = {node: _weight(call, scope, parameters) for node, call in by_result.items()}
+        # A linear that is tied to a table takes columns and gives none.
+        gives = [n for n, call in by_result.items() if call.op != LINEAR or id(weights[n]) not in tables]
+        sources = {node: _layout(by_result[node], weights[node]) for node in gives}
 
-        def takes(user: fx.Node, node: fx.Node, found: Mapping[fx.Node, Call] = by_result) -> bool:
-            return user in found and found[user].op == LINEAR and found[user].input is node
+        def takes(user: fx.Node, node: fx.Node, by_result: Mapping[fx.Node, Call] = by_result) -> bool:
+            return user in by_result and by_result[user].op == LINEAR and by_result[user].input is node
 
         for flow in find_flows(scope.graph_module.graph, sources, takes):
             fed, by = (
@@ -90,6 +94,10 @@ def find_feeds(graph_module: fx.GraphModule, parameters: Mapping[str, nn.Paramet
             )
             feeds.append(Feed(by, fed, flow.layout.width))
     return feeds
+
+
+def _weight(call: Call, scope: Scope, parameters: Mapping[str, nn.Parameter]) -> nn.Parameter:
+    return parameters[scope.parameters[call.weight]]
 
 
 def _layout(call: Call, weight: nn.Parameter) -> Layout:

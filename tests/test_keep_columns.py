@@ -294,6 +294,37 @@ def test_ragged_batches_are_given_rows(pool: Pool) -> None:
     assert [result.strategies["2.weight"] for result in found[0]] == ["colwise", "rowwise"]
 
 
+class OneRow(nn.Module):
+    """x (B, 5) -> (3,): the linears see the first row alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(5, 7), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(torch.relu(self.one(x[0])))
+
+
+def one_row(mesh: DeviceMesh, replicated: bool, cast: bool) -> tuple[bool, float, int]:
+    """Whether the dtype is that of one process, the relative difference, and how often columns stay."""
+    torch.manual_seed(0)
+    model = OneRow()
+    sharded = autoshard(copy.deepcopy(model), mesh, input_placement=Replicate() if replicated else Shard(0))
+    x = torch.randn(2, 5) + (0 if replicated else mesh.get_local_rank())
+    with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+        expected, got = model(x), sharded(x)
+    return got.dtype == expected.dtype, relative(expected.detach(), got.detach()), len(stays(sharded))
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_an_input_of_one_dimension_and_autocast_give_what_they_give_in_one_process(pool: Pool, cast: bool) -> None:
+    for replicated in (False, True):
+        for same_dtype, difference, kept in pool.run(one_row, replicated, cast, world_size=3):
+            assert same_dtype
+            assert difference < (0.02 if cast else 1e-6)
+            assert kept == 1
+
+
 # ---------------------------------------------------------------- dropout
 
 

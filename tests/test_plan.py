@@ -437,6 +437,29 @@ def test_the_automatic_plan_does_not_scatter_more_than_it_saves() -> None:
     assert automatic(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 11)), 4) == ["colwise", "colwise"]
 
 
+class BehindTied(nn.Module):
+    """Behind a linear that is tied to a table stands another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head, self.last = nn.Embedding(9, 6), nn.Linear(6, 9), nn.Linear(9, 4)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.last(torch.relu(self.head(self.table(ids))))
+
+
+def test_the_automatic_plan_keeps_no_bias_whole_that_others_have_sharded() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.Linear(6, 6))
+    assert automatic(model) == ["colwise", "rowwise", "colwise"]
+    model[2].bias = model[3].bias
+    assert automatic(model) == ["colwise", "colwise", "colwise"]
+
+
+def test_the_automatic_plan_gives_rows_to_what_follows_a_tied_linear() -> None:
+    assert automatic(BehindTied()) == ["colwise", "colwise"]
+
+
 class UsedTwice(nn.Module):
     """A linear that is fed by columns once, and by the input once; then by itself."""
 
