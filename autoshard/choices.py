@@ -178,7 +178,9 @@ def _choices(group: Group, setting: Setting) -> Iterator[tuple[tuple[str, ...], 
     product = list(itertools.islice(itertools.product(*allowed), _LARGEST_PRODUCT + 1))
     if len(product) > _LARGEST_PRODUCT:
         product = [tuple(s if s in own else own[-1] for own in allowed) for s in (COLWISE, REPLICATE)]
-        product.append(tuple(ROWWISE if place in group.linears else COLWISE for place in range(len(allowed))))
+        kept_all = tuple(ROWWISE if place in group.linears else COLWISE for place in range(len(allowed)))
+        if all(s in own for s, own in zip(kept_all, allowed, strict=True)):
+            product.append(kept_all)
     for strategies in dict.fromkeys(product):
         kept = bool(group.sources) and _keeps(group, strategies)
         yield strategies, kept, 0
