@@ -91,7 +91,7 @@ class BatchLookups(PlannedPass):
         if rearranged.target is not redistribute.rearrange_columns:
             return None
         return (
-            node.target.__name__,
+            node.target,
             node.kwargs.get("mode"),
             parameter.size(1),
             parameter.dtype,
