@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed.tensor import DTensor
+from torch.utils.dlpack import from_dlpack
 
 from passes.errors import InputError, describe
 from passes.ops import checks, lookup, redistribute, together
@@ -94,7 +95,7 @@ def _alias(rows: Tensor) -> Tensor:
 
     What a view is to torch would show: in checkpoints, which save storages, and in DTensor, which cannot copy views.
     """
-    return torch.from_dlpack(rows) if rows.numel() else rows.clone()
+    return from_dlpack(rows) if rows.numel() else rows.clone()
 
 
 def _require_one_kind(shards: Sequence[Tensor]) -> None:

@@ -27,7 +27,7 @@ from passes.plan import COLWISE
 from passes.schedule import groups
 from passes.sites import Scope, scopes
 
-_STACKED = {
+_STACKED: Mapping[Any, tuple[Any, Any]] = {
     lookup.embedding: (stacked.embedding, stacked.results_of_ids),
     lookup.embedding_bag: (stacked.embedding_bag, stacked.results_of_bags),
 }
@@ -80,8 +80,8 @@ class BatchLookups(PlannedPass):
         assert isinstance(ids, fx.Node) and isinstance(shard, fx.Node)
         if ids.target is not redistribute.all_gather_batch or shard.target is not redistribute.local_columns:
             return None
-        source = shard.args[0]
-        name = scope.parameters.get(source) if isinstance(source, fx.Node) else None
+        source = _node(shard.args[0])
+        name = scope.parameters.get(source)
         if name is None or source.op != "get_attr" or uses[name] != 1 or len(source.users) != 1 or shard.kwargs:
             return None
         row, parameter = self._context.plan.row(name), self._parameters[name]
@@ -91,7 +91,7 @@ class BatchLookups(PlannedPass):
         if rearranged.target is not redistribute.rearrange_columns:
             return None
         return (
-            node.target.__name__,
+            node.target,
             node.kwargs.get("mode"),
             parameter.size(1),
             parameter.dtype,
@@ -111,7 +111,7 @@ class BatchLookups(PlannedPass):
         graph, first = scope.graph_module.graph, group[0]
         names = self._names(scope, group)
         tables = [self._parameters[name] for name in names]
-        gathers = tuple(node.args[0] for node in group)
+        gathers = tuple(_node(node.args[0]) for node in group)
         likes = [gather.args[0] for gather in gathers]
         where = [node.kwargs["at"] for node in group]
         process_group = self._context.group
@@ -125,7 +125,7 @@ class BatchLookups(PlannedPass):
                     "call_function", stacked.pack_gathered, arguments, {"at": where}, f"ids_{number}_all"
                 )
             stack = self._stack(scope, group, names, number)
-            options = {"at": where, "rows": [table.size(0) for table in tables]}
+            options: dict[str, Any] = {"at": where, "rows": [table.size(0) for table in tables]}
             if "mode" in first.kwargs:
                 options["mode"] = first.kwargs["mode"]
             arguments = (ids, stack, likes, process_group)
@@ -162,7 +162,7 @@ class BatchLookups(PlannedPass):
     def _gather(self, graph: fx.Graph, gathers: tuple[fx.Node, ...], number: int) -> fx.Node:
         """The ids of all ranks, gathered for all tables at once."""
         at = [gather.kwargs.get("at") for gather in gathers]
-        arguments = ([gather.args[0] for gather in gathers], self._context.group)
+        arguments: tuple[Any, ...] = ([gather.args[0] for gather in gathers], self._context.group)
         ids = graph.create_node("call_function", stacked.pack_ids, arguments, {"at": at}, f"ids_{number}")
         arguments = (ids, self._context.group)
         return graph.create_node("call_function", redistribute.all_gather_batch, arguments, {}, f"ids_{number}_all")
@@ -182,7 +182,7 @@ class BatchLookups(PlannedPass):
         parameters = [_parameter(node) for node in group]
         for parameter in parameters:
             reads[0].prepend(parameter)
-        reduction = group[0].args[1].args[2]  # type: ignore[union-attr]  # the node of `local_columns`
+        reduction = _node(group[0].args[1]).args[2]
         arguments = (*reads, parameters, context.group, reduction)
         return module.graph.create_node("call_function", stacked.stack_tables, arguments, {}, f"stack_{number}")
 
@@ -195,22 +195,30 @@ def first_rows_of(name: str) -> str:
 def stacks_of(graph: fx.Graph) -> dict[str, tuple[str, ...]]:
     """The name of each stack's buffer -> the parameters that are views of it, by their paths in the graph's module."""
     return {
-        str(node.args[0].target): tuple(str(parameter.target) for parameter in node.args[2])
+        str(_node(node.args[0]).target): tuple(str(_node(each).target) for each in _nodes(node.args[2]))
         for node in graph.find_nodes(op="call_function", target=stacked.stack_tables)
     }
 
 
 def _parameter(node: fx.Node) -> fx.Node:
     """The parameter that a lookup looks up."""
-    parameter: fx.Node = node.args[1].args[0]  # type: ignore[assignment, union-attr]  # of `local_columns`
-    return parameter
+    return _node(_node(node.args[1]).args[0])
+
+
+def _nodes(argument: Any) -> list[Any]:
+    return list(argument)
+
+
+def _node(argument: Any) -> fx.Node:
+    assert isinstance(argument, fx.Node)
+    return argument
 
 
 def _exclusive(found: list[list[fx.Node]]) -> dict[tuple[fx.Node, ...], Any]:
     """The gathers of each group, where no other node takes them; later the node of the gather in their place."""
     users: dict[tuple[fx.Node, ...], list[fx.Node]] = {}
     for group in found:
-        users.setdefault(tuple(node.args[0] for node in group), []).extend(group)  # type: ignore[misc]  # nodes, all of them
+        users.setdefault(tuple(_node(node.args[0]) for node in group), []).extend(group)
     return {
         gathers: None
         for gathers, members in users.items()
