@@ -73,8 +73,9 @@ class Recorder:
 
     def _see(self, frame: FrameType, event: Any, argument: object) -> Any:
         """Returns what traces the lines of the frame: a debugger's function, if there is one."""
-        if _is_user_code(frame.f_code) and not self._beside(frame):
-            self.executed.append((frame.f_code, frame.f_globals))
+        code = frame.f_code
+        if _is_user_file(code.co_filename) and not code.co_name.startswith("<") and not self._beside(frame):
+            self.executed.append((code, frame.f_globals))
         return None if self._previous is None else self._previous(frame, event, argument)
 
     def _beside(self, frame: FrameType | None) -> bool:
@@ -87,10 +88,6 @@ class Recorder:
                 return True
             frame = frame.f_back
         return False
-
-
-def _is_user_code(code: CodeType) -> bool:
-    return not code.co_name.startswith("<") and _is_user_file(code.co_filename)
 
 
 @functools.cache

@@ -74,7 +74,7 @@ class _FakeRun(fx.Interpreter):
             return self.fetch_args_kwargs_from_env(n)[0][0]
         if n.target is stacked.stack_tables:
             table, first, *_ = self.fetch_args_kwargs_from_env(n)[0]
-            return stacked.Stack(table, first, [], None)
+            return stacked.Stack(table, first.to(table.device), [], None)
         if n.target is redistribute.local_columns:
             parameter, group, _ = self.fetch_args_kwargs_from_env(n)[0]
             (dim, sizes), rank = self._shards[n], group_rank(group)

@@ -78,5 +78,6 @@ def test_the_bytes_of_a_summary_are_those_on_the_wire(
     require_said_is_seen(pool, model, world_size, rows, replicated)
 
 
+@pytest.mark.slow
 def test_the_bytes_of_the_example_are_those_on_the_wire(pool: Pool) -> None:
     require_said_is_seen(pool, "criteo", 2, 5, replicated=False)

@@ -106,7 +106,7 @@ def identities(mesh: DeviceMesh) -> tuple[bool, ...]:
     )
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_each_collective(pool: Pool, backend: str | None) -> None:
     for place, (calls, equal) in enumerate(pool.run(count_each, backend, timeout=100)):
         assert equal

@@ -263,8 +263,8 @@ def evaluate(mesh: DeviceMesh, context: str, model: str, backend: str | None) ->
     ("context", "model", "backend"),
     [
         *((context, model, None) for context in ("no_grad", "inference_mode") for model in ("mixed", "max_norm")),
-        ("no_grad", "mixed", "aot_eager"),
-        ("inference_mode", "max_norm", "aot_eager"),
+        pytest.param("no_grad", "mixed", "aot_eager", marks=pytest.mark.slow),
+        pytest.param("inference_mode", "max_norm", "aot_eager", marks=pytest.mark.slow),
     ],
 )
 def test_a_mode_without_gradient_computes_the_same(pool: Pool, context: str, model: str, backend: str | None) -> None:

@@ -180,6 +180,7 @@ def counted_bytes(mesh: DeviceMesh, wires: list[Any], replicated: bool) -> list[
     return [bytes_of(mesh, wire, replicated) for wire in wires]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicated", [False, True])
 def test_the_bytes_of_results_are_halved_and_told(pool: Pool, replicated: bool) -> None:
     wires = [None, BF16, (FP16, None), (None, BF16)]

@@ -162,7 +162,9 @@ def test_a_result_may_be_changed_in_place(pool: Pool, ragged: bool, world_size: 
         require_equal(list(results))
 
 
-@pytest.mark.parametrize("name", ["mixed", pytest.param("chained", marks=pytest.mark.slow), "without_gradient"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("mixed", "chained")), "without_gradient"]
+)
 def test_merged_collectives_compile_to_one_graph(pool: Pool, name: str) -> None:
     settings = [Setting(name, examples=name == "without_gradient", backend="aot_eager")]
     for results in zip(*pool.run(train, settings, world_size=3, fresh_dynamo=True, timeout=120), strict=True):

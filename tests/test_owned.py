@@ -220,7 +220,8 @@ def bytes_of(tables: tuple[Table, ...], world: int, rank: int, ragged: bool) -> 
     return {FORWARD: forward, BACKWARD: backward}
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_twelve_ragged_lookups_take_four_collectives_and_one_read(pool: Pool, world_size: int) -> None:
     """Sizes, ids with offsets, weights, results; backward results, weights."""
     results = pool.run(step_of, TWELVE, True, world_size=world_size, fresh_dynamo=True, timeout=120)

@@ -55,6 +55,7 @@ def test_towers_with_and_without_ragged_inputs_train_as_in_one_process(pool: Poo
     require_equal(pool.run(train, Setting("towers", ragged=ragged), world_size=3, timeout=120))
 
 
+@pytest.mark.slow
 def test_towers_with_and_without_ragged_inputs_compile_to_one_graph(pool: Pool) -> None:
     setting = Setting("towers", ragged=("history",), backend="aot_eager")
     require_equal(pool.run(train, setting, world_size=2, fresh_dynamo=True, timeout=120))

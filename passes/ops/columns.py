@@ -27,6 +27,11 @@ def columns_for_rows(
     packed = by_rank[0] if len(by_rank) == 1 else torch.cat(by_rank, 1)
     blocks = [[n * owned[source] for n, owned in zip(rows, sizes, strict=True)] for source in range(world)]
     came = all_to_all(packed.flatten(), [sum(block) for block in blocks], [packed.size(1)] * world, group, dtype)
+    if _are_even(num_columns, world):
+        parts = came.view(world, packed.size(1)).split(blocks[0], 1)
+        moved = [x.view(world, n, owned[0]).transpose(0, 1) for x, n, owned in zip(parts, rows, sizes, strict=True)]
+        # A copy also on one rank: torch refuses to change in place what a Function has made a view.
+        return tuple(x.clone(memory_format=torch.contiguous_format).flatten(1) for x in moved)
     pieces = came.split([size for block in blocks for size in block])
     return tuple(
         side_by_side([pieces[source * len(rows) + place].view(n, owned[source]) for source in range(world)], owned)
@@ -42,11 +47,20 @@ def rows_for_columns(
     sizes = [chunk_sizes(columns, world) for columns in num_columns]
     rows = [x.size(0) for x in matrices]
     own = [n * owned[rank] for n, owned in zip(rows, sizes, strict=True)]
-    split = [x.split(owned, 1) for x, owned in zip(matrices, sizes, strict=True)]
-    packed = torch.cat([pieces[target].reshape(-1) for target in range(world) for pieces in split])
+    if _are_even(num_columns, world):
+        by_rank = [x.reshape(n, world, x.size(1) // world).transpose(0, 1) for x, n in zip(matrices, rows, strict=True)]
+        packed = torch.cat([x.reshape(world, size) for x, size in zip(by_rank, own, strict=True)], 1).flatten()
+    else:
+        split = [x.split(owned, 1) for x, owned in zip(matrices, sizes, strict=True)]
+        packed = torch.cat([pieces[target].reshape(-1) for target in range(world) for pieces in split])
     send = [sum(n * owned[target] for n, owned in zip(rows, sizes, strict=True)) for target in range(world)]
     came = all_to_all(packed, [sum(own)] * world, send, group, dtype).view(world, sum(own)).split(own, 1)
     return tuple(piece.reshape(world * n, owned[rank]) for piece, n, owned in zip(came, rows, sizes, strict=True))
+
+
+def _are_even(num_columns: tuple[int, ...], world: int) -> bool:
+    """True if all ranks have as many columns: a transposition then does for what else takes a piece for each rank."""
+    return all(columns % world == 0 for columns in num_columns)
 
 
 def side_by_side(pieces: Iterable[Tensor], sizes: list[int]) -> Tensor:

@@ -177,7 +177,8 @@ class BatchLookups(PlannedPass):
         # Its shape and dtype, no storage: the parameters are not sharded yet.
         placeholder = tables[0].detach().new_zeros(1, 1).expand(int(rows.sum()), width)
         module.register_buffer(name, placeholder, persistent=False)
-        module.register_buffer(first_rows_of(name), (rows.cumsum(0) - rows).to(placeholder.device), persistent=False)
+        # With values, though a parameter may be on the meta device; it goes where the tables will be.
+        module.register_buffer(first_rows_of(name), rows.cumsum(0) - rows, persistent=False)
         reads = [module.graph.get_attr(each) for each in (name, first_rows_of(name))]
         parameters = [_parameter(node) for node in group]
         for parameter in parameters:

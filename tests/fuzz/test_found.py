@@ -32,6 +32,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", COMPILED.values(), ids=COMPILED.keys())
 def test_what_was_found_compiled(pool: Pool, case: Case) -> None:
     found = pool.run(run_cases, [case], "aot_eager", ranks=case.ranks, fresh_dynamo=True, timeout=60)
