@@ -16,9 +16,10 @@ from autoshard.agreement import agree
 from autoshard.capture import Capture, capture
 from autoshard.diff import GraphDiff, RegionDiff, readable_code
 from autoshard.export import capture_export
+from autoshard.facts import gather_facts
 from autoshard.materialize import check_initialisable
 from autoshard.mesh import owner_meshes, resolve_mesh
-from autoshard.planner import PlanSpec, gather_facts, make_plan
+from autoshard.planner import PlanSpec, make_plan
 from autoshard.raggedness import Ragged, covers, ragged_weights
 from passes.errors import AutoshardError, CaptureError, PlanError, describe
 from passes.graph_pass import Context

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Collection
 
-from autoshard.planner import Facts
+from autoshard.facts import Facts
 from passes.errors import PlanError, describe
 
 Ragged = bool | Collection[str]

@@ -22,7 +22,8 @@ from autoshard.capture import capture
 from autoshard.choices import Group, Setting, Use, Weight, options, step_seconds
 from autoshard.cost import OWNED
 from autoshard.export import capture_export
-from autoshard.planner import gather_facts, make_plan, planned_weights, searched_groups
+from autoshard.facts import gather_facts
+from autoshard.planner import make_plan, planned_weights, searched_groups
 from autoshard.profile import PROFILES, Link, profile_of
 from autoshard.search import Chosen, estimate, search
 from passes.column_flow import Feed

@@ -79,6 +79,9 @@ def restack(table: Tensor, parameters: Sequence[DTensor]) -> Tensor:
     """
     with torch.no_grad():
         shards = [parameter.to_local() for parameter in parameters]
+        rows = sum(shard.size(0) for shard in shards)
+        if not checks.is_readable(shards[0]):  # there is no memory to share
+            return shards[0].new_empty(rows, shards[0].size(1))
         if is_stacked(table, shards):
             return table
         _require_one_kind(shards)
@@ -329,7 +332,7 @@ def _in_stack(
     if by_table is not None:
         moved = by_table + first.unsqueeze(1)
         if not checks.is_readable(ids):
-            ends = first + torch.tensor(rows, device=ids.device, dtype=first.dtype)
+            ends = torch.cat([first[1:], first.new_full((1,), table.size(0))])
             moved = torch.where((by_table >= 0) & (moved < ends.unsqueeze(1)), moved, table.size(0))
         return moved.view(by_rank.shape)
     moved_pieces = []

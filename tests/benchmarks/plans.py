@@ -30,7 +30,8 @@ from torch.distributed.tensor import Replicate, Shard
 from autoshard import AutoPlan, Colwise, HardwareProfile, autoshard, sharding_plan
 from autoshard.calibrate import measure
 from autoshard.export import capture_export
-from autoshard.planner import gather_facts, planned_weights, searched_groups
+from autoshard.facts import gather_facts
+from autoshard.planner import planned_weights, searched_groups
 from autoshard.search import estimate
 from passes.pipeline import normalize
 from passes.plan import ShardingPlan
