@@ -55,7 +55,7 @@ class Refused(nn.Module):
         self.offsets = nn.EmbeddingBag(9, 7, mode="sum")
 
     def forward(self, ids: Tensor) -> Tensor:
-        weights = ids.to(self.padded.weight.dtype)
+        weights = ids.double()
         starts = torch.arange(ids.size(0)) * ids.size(1)
         rows = [layer(ids) for layer in (*self.alike, self.padded, self.bounded, self.frozen, self.twice)]
         rows += [self.twice(ids[:, :2]), self.counted(ids[:, 0]), self.weighted(ids, None, weights)]

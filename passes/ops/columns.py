@@ -30,8 +30,9 @@ def columns_for_rows(
     if _are_even(num_columns, world):
         parts = came.view(world, packed.size(1)).split(blocks[0], 1)
         moved = [x.view(world, n, owned[0]).transpose(0, 1) for x, n, owned in zip(parts, rows, sizes, strict=True)]
+        flat = tuple(x.reshape(n, world * owned[0]) for x, n, owned in zip(moved, rows, sizes, strict=True))
         # A copy also on one rank: torch refuses to change in place what a Function has made a view.
-        return tuple(x.clone(memory_format=torch.contiguous_format).flatten(1) for x in moved)
+        return flat if world > 1 else tuple(x.clone() for x in flat)
     pieces = came.split([size for block in blocks for size in block])
     return tuple(
         side_by_side([pieces[source * len(rows) + place].view(n, owned[source]) for source in range(world)], owned)
