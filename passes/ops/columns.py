@@ -30,9 +30,10 @@ def columns_for_rows(
     if _are_even(num_columns, world):
         parts = came.view(world, packed.size(1)).split(blocks[0], 1)
         moved = [x.view(world, n, owned[0]).transpose(0, 1) for x, n, owned in zip(parts, rows, sizes, strict=True)]
-        flat = tuple(x.reshape(n, world * owned[0]) for x, n, owned in zip(moved, rows, sizes, strict=True))
-        # A copy also on one rank: torch refuses to change in place what a Function has made a view.
-        return flat if world > 1 else tuple(x.clone() for x in flat)
+        copies = [x.clone(memory_format=torch.contiguous_format) for x in moved]
+        # No `view`: torch refuses to change in place what a Function has made one.
+        unsafe_view = torch.ops.aten._unsafe_view.default
+        return tuple(unsafe_view(x, [x.size(0), world * x.size(2)]) for x in copies)
     pieces = came.split([size for block in blocks for size in block])
     return tuple(
         side_by_side([pieces[source * len(rows) + place].view(n, owned[source]) for source in range(world)], owned)

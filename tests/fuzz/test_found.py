@@ -21,6 +21,7 @@ FOUND = {
     "sparse gradients of ids behind the last offset": Case(
         BAG, (8,), 8, 1, (0, 2, 3, 1), optimizer="sparse_adam", bags=1, include_last_offset=True, tail=7, sparse=True
     ),
+    "one column of a bag on each rank": Case(BAG, (4, 3), 9, 2, (0, 2)),
     "one column on each rank": Case(LINEAR, (3, 1), 1, 3, (0, 1, 3), bias=False),
 }
 
