@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from autoshard import cli, pretend_gpu
-from autoshard.gpu_compile import Program, Step, _synchronisations, compile_original
+from autoshard.gpu_compile import compile_original
+from autoshard.gpu_program import Program, Step, host_waits
 from autoshard.pretend_gpu import NoGpuCompiler, gpu_of
 
 TARGET = f"{Path(__file__).parent / 'target.py'}:build"
@@ -77,7 +78,7 @@ class OnCpu(nn.Module):
 def test_a_call_that_waits_for_the_device_is_seen(line: str) -> None:
     (function,) = ast.parse(f"def call(self, args):\n    torch.ops.aten.mul.Tensor(a, b)\n    {line}").body
     assert isinstance(function, ast.FunctionDef)
-    assert _synchronisations(function) == (ast.unparse(ast.parse(line.split(" = ")[-1])),)
+    assert host_waits(function) == (ast.unparse(ast.parse(line.split(" = ")[-1])),)
 
 
 @pytest.mark.slow
