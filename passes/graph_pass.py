@@ -7,7 +7,8 @@ manner of `torch.fx.passes.infra.pass_base`. Calling the pass runs the three in 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import operator
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import fx
@@ -68,6 +69,14 @@ class Edit:
     placement: str
     shapes: str
     traffic: tuple[Traffic, ...]
+
+
+def replace_by_items(nodes: Iterable[fx.Node], merged: fx.Node) -> None:
+    """Puts the items of `merged`, where the graph inserts, in the place of the nodes, which stay without users."""
+    for place, node in enumerate(nodes):
+        item = merged.graph.create_node("call_function", operator.getitem, (merged, place), {}, node.name)
+        item.meta.update(node.meta)
+        node.replace_all_uses_with(item)
 
 
 class GraphPass(PassBase):

@@ -125,6 +125,11 @@ class ShardingPlan:
         row = self._by_name.get(parameter)
         return row is not None and row.ranks is not None
 
+    def has_sparse_gradient(self, parameter: str) -> bool:
+        """True for a table that a lookup with sparse=True uses."""
+        row = self._by_name.get(parameter)
+        return row is not None and row.sparse_gradient
+
     def to_json(self) -> str:
         """The plan as JSON; `from_json` gives back an equal plan."""
         return json.dumps(dataclasses.asdict(self), indent=1)

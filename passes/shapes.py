@@ -73,8 +73,8 @@ class _FakeRun(fx.Interpreter):
         if n.target is renorm:
             return self.fetch_args_kwargs_from_env(n)[0][0]
         if n.target is stacked.stack_tables:
-            table, first, *_ = self.fetch_args_kwargs_from_env(n)[0]
-            return stacked.Stack(table, first.to(table.device), [], None)
+            table, first, _, _, reduction = self.fetch_args_kwargs_from_env(n)[0]
+            return stacked.Stack(table, first.to(table.device), [], reduction, None)
         if n.target is redistribute.local_columns:
             parameter, group, _ = self.fetch_args_kwargs_from_env(n)[0]
             (dim, sizes), rank = self._shards[n], group_rank(group)

@@ -45,13 +45,15 @@ class Stack(NamedTuple):
     Attributes:
         table: (V, d), the rows of all.
         first: (T,), int64, the first row of each.
-        shards: (V_t, d) of each, with the gradient that its parameter gets.
+        shards: (V_t, d) of each.
+        reduction: of the shards' gradients, as in `local_columns`; that of the table has it already.
         presence: in eager mode.
     """
 
     table: Tensor
     first: Tensor
     shards: list[Tensor]
+    reduction: str
     presence: Presence | None
 
 
@@ -186,20 +188,19 @@ def stack_tables(table: Tensor, first: Tensor, parameters: Sequence[Tensor], gro
         first: (T,), int64, the first row of each.
         parameters: T DTensors; or what `torch.func.functional_call` puts in their place, which is copied.
         group, reduction: as in `local_columns`.
-
     """
     shards = [redistribute.local_columns(parameter, group, redistribute.NONE) for parameter in parameters]
-    scaled = [redistribute.scale_gradient(shard, group, reduction) for shard in shards]
     presence = None if torch.compiler.is_compiling() else Presence()
     own = all(isinstance(parameter, nn.Parameter) for parameter in parameters)
     if not own or (checks.is_readable(table) and not is_stacked(table, shards)):
         _require_one_kind(shards)
-        return Stack(torch.cat(scaled), first, scaled, presence)
+        scaled = [redistribute.scale_gradient(shard, group, reduction) for shard in shards]
+        return Stack(torch.cat(scaled), first, shards, reduction, presence)
     if not (torch.is_grad_enabled() and any(shard.requires_grad for shard in shards)):
-        return Stack(table, _found(first, table, shards), scaled, presence)
+        return Stack(table, _found(first, table, shards), shards, reduction, presence)
     divisor = group_size(group) if reduction == redistribute.MEAN else 1
     stacked, found = _StackTables.apply(table, first, divisor, presence, *shards)  # type: ignore[no-untyped-call]  # as torch leaves it
-    return Stack(stacked, found, scaled, presence)
+    return Stack(stacked, found, shards, reduction, presence)
 
 
 def pack_ids(ids: Sequence[Tensor], group: str, *, at: Sequence[str | None]) -> Tensor:
@@ -314,7 +315,8 @@ def _bags_of_each(ids: Tensor, stack: Stack, likes: Sequence[Tensor], group: str
     columns = []
     for piece, shard, x in zip(pieces, stack.shards, likes, strict=True):
         bags = piece.reshape(world * x.size(0), x.size(1))
-        columns.append(F.embedding_bag(bags, lookup.without_empty(shard), mode=mode)[:, : shard.size(1)])
+        weight = lookup.without_empty(redistribute.scale_gradient(shard, group, stack.reduction))
+        columns.append(F.embedding_bag(bags, weight, mode=mode)[:, : shard.size(1)])
     if stack.presence is None or not (torch.is_grad_enabled() and any(x.requires_grad for x in columns)):
         by_rank = [x.view(world, x.size(0) // world, x.size(1)) for x in columns]
         return torch.cat(by_rank, 1).flatten(0, 1)

@@ -10,7 +10,6 @@ themselves. Ids that other lookups take too are gathered where they were.
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Hashable, Mapping
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
-from passes.graph_pass import Context, Edit, PlannedPass
+from passes.graph_pass import Context, Edit, PlannedPass, replace_by_items
 from passes.layout import chunk_sizes, id_dtype
 from passes.ops import lookup, redistribute, stacked
 from passes.ops.collectives import group_rank
@@ -136,13 +135,10 @@ class BatchLookups(PlannedPass):
             )
             arguments = (rows, likes, stack, process_group)
             results = graph.create_node("call_function", results_of, arguments, {}, f"stack_{number}_results")
-            for place, node in enumerate(group):
-                rearranged = next(iter(node.users))
-                item = graph.create_node("call_function", operator.getitem, (results, place), {}, rearranged.name)
-                item.meta.update(rearranged.meta)
-                rearranged.replace_all_uses_with(item)
-        for node in group:
-            _erase_with_sources(graph, next(iter(node.users)))
+            rearranged = [next(iter(node.users)) for node in group]
+            replace_by_items(rearranged, results)
+        for node in rearranged:
+            _erase_with_sources(graph, node)
         total = sum(table.size(0) for table in tables)
         self.record(
             Edit(

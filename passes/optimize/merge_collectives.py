@@ -11,7 +11,6 @@ linears are not mixed: dense layers that need no lookup are to run while its res
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
-from passes.graph_pass import Context, Edit, PlannedPass
+from passes.graph_pass import Context, Edit, PlannedPass, replace_by_items
 from passes.ops import lookup, redistribute, stacked, together
 from passes.ops.renorm import renorm
 from passes.origin import module_path
@@ -76,10 +75,7 @@ class MergeCollectives(PlannedPass):
         graph, first = scope.graph_module.graph, group[0]
         with graph.inserting_before(first):
             merged = make(graph, group, name)
-            for place, node in enumerate(group):
-                item = graph.create_node("call_function", operator.getitem, (merged, place), {}, node.name)
-                item.meta.update(node.meta)
-                node.replace_all_uses_with(item)
+            replace_by_items(group, merged)
         for node in group:
             graph.erase_node(node)
         self.record(
@@ -120,10 +116,9 @@ class MergeCollectives(PlannedPass):
         """True for a parameter that has no dense gradient, or whose values change within the graph."""
         parameter, source = self._parameters[name], node.args[0]
         assert isinstance(source, fx.Node)
-        rows = [row for row in self._context.plan.rows if name in (row.parameter, *row.aliases)]
         return (
             not parameter.requires_grad
-            or any(row.sparse_gradient for row in rows)
+            or self._context.plan.has_sparse_gradient(name)
             or any(user.target is renorm for user in source.users)
         )
 
