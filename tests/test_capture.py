@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import linecache
 import logging
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -24,38 +22,20 @@ from autoshard.planner import make_plan
 from passes.errors import InputError
 from passes.pipeline import normalize
 from passes.sites import find_sites
+from tests.captures import LADDERS, by_ladder, captured, captured_once
 from tests.compare import Setting, loss_of, require_equal, tensors, train_both
 from tests.models import MODELS, ODD, AttributeWriter, Factor, Hooked, Model, dense, layers, relative
 from tests.pool import Pool
-
-LADDERS = ("fx", "export")
-
-# torch.export takes seconds for these, and what they show is shown by smaller models as well.
-_EXPORTED_SLOWLY = ("encoder", "attention", "transformer")
-
-
-def by_ladder(*cases: Any) -> list[Any]:
-    """(model, ladder), or where the cases are tuples (model, ..., ladder)."""
-    found = []
-    for case in cases:
-        values = case if isinstance(case, tuple) else (case,)
-        for ladder in LADDERS:
-            slow = ladder == "export" and values[0] in _EXPORTED_SLOWLY
-            found.append(pytest.param(*values, ladder, marks=[pytest.mark.slow] if slow else []))
-    return found
-
-
-def captured(model: nn.Module, ladder: str, case: Model) -> Capture:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return capture(model) if ladder == "fx" else capture_export(model, case.one_batch())
 
 
 def with_graphs(model: nn.Module, ladder: str, case: Model) -> nn.Module:
     """A copy of the model that runs by its captured graphs, in this process, nothing sharded."""
     model = copy.deepcopy(model)
+    return run_by_graphs(model, captured(model, ladder, case))
+
+
+def run_by_graphs(model: nn.Module, found: Capture) -> nn.Module:
     graphs: dict[int, dict[bool | None, Any]] = {}
-    found = captured(model, ladder, case)
     for region in found.regions:
         normalize(region.graph)
         graphs.setdefault(id(region.module), {})[region.mode] = region.graph
@@ -96,18 +76,10 @@ def same(one: object, other: object) -> bool:
     return one is other or (not isinstance(one, Tensor) and not isinstance(other, Tensor) and one == other)
 
 
-@functools.cache
-def captured_once(name: str, ladder: str) -> tuple[nn.Module, Capture]:
-    """For tests that only look."""
-    model = MODELS[name].make()
-    return model, captured(model, ladder, MODELS[name])
-
-
 # ---------------------------------------------------------------- every layer is reached
 
 
-@pytest.mark.parametrize("ladder", LADDERS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "ladder"), by_ladder(*MODELS))
 def test_every_layer_is_in_a_graph_or_kept_with_a_reason(name: str, ladder: str) -> None:
     model, found = captured_once(name, ladder)
     used = {
@@ -119,8 +91,7 @@ def test_every_layer_is_in_a_graph_or_kept_with_a_reason(name: str, ladder: str)
         assert id(layer.weight) in used or found.kept.get(path), path
 
 
-@pytest.mark.parametrize("ladder", LADDERS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "ladder"), by_ladder(*MODELS))
 def test_every_layer_is_reached_by_itself_too(name: str, ladder: str) -> None:
     """Code outside of a graph may call a layer, so each has a region of its own."""
     model, found = captured_once(name, ladder)
@@ -241,25 +212,20 @@ IN_BOTH_MODES = [
 
 
 @pytest.mark.parametrize(("name", "captured_in_training", "ladder"), by_ladder(*IN_BOTH_MODES))
-def test_graphs_compute_what_the_model_computes_in_both_modes(
+def test_graphs_compute_what_the_model_computes_in_both_modes_and_every_batch_size(
     name: str, captured_in_training: bool, ladder: str
 ) -> None:
     case = MODELS[name]
     original = case.make().train(captured_in_training)
-    model = with_graphs(original, ladder, case)
-    for training in (True, False):
+    if captured_in_training:
+        model = run_by_graphs(*copy.deepcopy(captured_once(name, ladder)))
+    else:
+        model = with_graphs(original, ladder, case)
+    for training, sizes in ((True, (5,)), (False, (1, 2, 5, 7))):
         original.train(training)
         model.train(training)
-        assert difference(original, model, case.one_batch(5, 3)) <= 1e-13, training
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_an_exported_graph_takes_every_batch_size(name: str) -> None:
-    case = MODELS[name]
-    original = case.make().eval()
-    model = with_graphs(original, "export", case)
-    for rows in (1, 2, 7):
-        assert difference(original, model, case.one_batch(rows, 3)) <= 1e-13, rows
+        for rows in sizes:
+            assert difference(original, model, case.one_batch(rows, 3)) <= 1e-13, (training, rows)
 
 
 def test_sizes_that_are_equal_in_the_examples_only_may_differ_later() -> None:
@@ -513,10 +479,9 @@ def test_a_part_that_is_a_traced_module_with_a_hook_is_captured_by_itself() -> N
 # ---------------------------------------------------------------- sharded, on two ranks
 
 
-@pytest.mark.parametrize("examples", [False, True], ids=LADDERS)
-@pytest.mark.parametrize("name", ODD)
-def test_an_odd_model_trains_as_in_one_process(pool: Pool, name: str, examples: bool) -> None:
-    case = MODELS[name]
+@pytest.mark.parametrize(("name", "ladder"), by_ladder(*ODD))
+def test_an_odd_model_trains_as_in_one_process(pool: Pool, name: str, ladder: str) -> None:
+    case, examples = MODELS[name], ladder == "export"
     setting = Setting(name, examples=examples, by_rank=case.mixes_rows)
     results = pool.run(train_both, setting, world_size=2, timeout=120)
     require_equal(results)

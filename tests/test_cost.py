@@ -262,7 +262,7 @@ CASES = {
     "table and linear": Case(Projected, {"one.*": COLWISE, "two.*": ROWWISE}, _projected),
     "tied": Case(Tied, {"*": COLWISE}, _tied),
 }
-QUICK = ("Bag colwise", "Bag one owner", "linear colwise", "pair")
+QUICK = ("Bag colwise", "pair")
 Bytes = dict[tuple[str, str], float]
 
 

@@ -58,7 +58,8 @@ def _diff(pool: Pool, *setting: Any) -> GraphDiff:
     return result
 
 
-@pytest.fixture(params=DIFFS, ids=lambda setting: "-".join(map(str, setting)))
+# Of a module, so that all tests of one diff follow one another and stay on one worker.
+@pytest.fixture(params=DIFFS, ids=lambda setting: "-".join(map(str, setting)), scope="module")
 def diff(request: pytest.FixtureRequest, pool: Pool) -> GraphDiff:
     return _diff(pool, *request.param)
 

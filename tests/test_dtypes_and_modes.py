@@ -173,7 +173,12 @@ def test_a_model_of_another_dtype_trains_as_in_one_process(pool: Pool, dtype: to
 
 
 @pytest.mark.parametrize(
-    ("later", "examples"), [(torch.float16, False), (torch.bfloat16, False), (torch.bfloat16, True)]
+    ("later", "examples"),
+    [
+        (torch.float16, False),
+        (torch.bfloat16, False),
+        pytest.param(torch.bfloat16, True, marks=pytest.mark.slow),
+    ],
 )
 def test_a_sharded_model_may_be_converted(pool: Pool, later: torch.dtype, examples: bool) -> None:
     require_same(pool, Way(dtype=torch.float32, later=later, examples=examples, steps=1 if examples else 2))
@@ -206,7 +211,7 @@ def test_converted_parameters_stay_shards(pool: Pool) -> None:
 AUTOCAST = 3e-2
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_autocast_around_a_sharded_model_computes_the_same(pool: Pool, backend: str | None) -> None:
     require_same(pool, Way(dtype=torch.float32, context="autocast", backend=backend), AUTOCAST)
 

@@ -237,6 +237,7 @@ def test_verify_names_what_differs_and_by_how_much() -> None:
         verify(RankDependent, batch, compile=False)
 
 
+@pytest.mark.slow
 def test_verify_passes_where_nothing_differs() -> None:
     certificate = verify(tower, batch, compile="aot_eager")
     assert certificate.graphs == 1

@@ -142,12 +142,21 @@ CASES = {
 }
 
 
+SLOW = [pytest.mark.slow]
+
+
 def train(mesh: DeviceMesh, settings: list[Setting]) -> list[Result]:
     return [train_case(mesh, CASES[setting.model], setting) for setting in settings]
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        pytest.param(name, world_size, marks=[] if world_size == 3 or (name, world_size) == ("mixed", 1) else SLOW)
+        for name in CASES
+        for world_size in (1, 2, 3)
+    ],
+)
 def test_merged_collectives_compute_what_one_process_does(pool: Pool, name: str, world_size: int) -> None:
     settings = [Setting(name, examples=name == "without_gradient"), Setting(name, examples=True, optimizer="adam")]
     for results in zip(*pool.run(train, settings, world_size=world_size, timeout=120), strict=True):
@@ -162,9 +171,8 @@ def test_a_result_may_be_changed_in_place(pool: Pool, ragged: bool, world_size: 
         require_equal(list(results))
 
 
-@pytest.mark.parametrize(
-    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("mixed", "chained")), "without_gradient"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixed", "chained", "without_gradient"])
 def test_merged_collectives_compile_to_one_graph(pool: Pool, name: str) -> None:
     settings = [Setting(name, examples=name == "without_gradient", backend="aot_eager")]
     for results in zip(*pool.run(train, settings, world_size=3, fresh_dynamo=True, timeout=120), strict=True):

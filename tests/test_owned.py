@@ -104,8 +104,13 @@ def require_equal(pool: Pool, setting: Setting, world_size: int) -> None:
         assert result.graphs == (0 if setting.backend is None else 1)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("world_size", "optimizer"),
+    [
+        *((world_size, "adam") for world_size in (1, 2, 3, 4)),
+        *(pytest.param(world_size, "sgd", marks=pytest.mark.slow) for world_size in (1, 2, 3, 4)),
+    ],
+)
 @pytest.mark.parametrize("ragged", [True, False])
 def test_twelve_tables_train_as_in_one_process(pool: Pool, ragged: bool, world_size: int, optimizer: str) -> None:
     require_equal(pool, Setting(ragged=ragged, optimizer=optimizer, fewest=0 if ragged else 20), world_size)
@@ -126,7 +131,7 @@ def test_one_graph_serves_batches_of_all_sizes(pool: Pool, backend: str, world_s
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("ragged", [True, False])
+@pytest.mark.parametrize("ragged", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_two_tables_compile(pool: Pool, ragged: bool, backend: str) -> None:
     require_equal(pool, Setting((TWELVE[4], FIXED[1]), backend=backend, ragged=ragged), 2)
 

@@ -16,10 +16,9 @@ from autoshard.capture import Capture, capture
 from autoshard.export import capture_export
 from autoshard.planner import PlanSpec, make_plan
 from passes.pipeline import normalize
+from tests.captures import LADDERS, by_ladder, captured_once
 from tests.models import MODELS, layers
 from tests.pool import Pool
-
-LADDERS = ("fx", "export")
 
 
 def plan_of(
@@ -29,9 +28,7 @@ def plan_of(
 
 
 def plan_for(name: str, spec: PlanSpec = "colwise", world_size: int = 2, ladder: str = "fx") -> ShardingPlan:
-    case = MODELS[name]
-    model = case.make()
-    found = capture(model) if ladder == "fx" else capture_export(model, case.one_batch())
+    model, found = captured_once(name, ladder)
     return plan_of(model, spec, world_size, found)
 
 
@@ -48,8 +45,7 @@ def strategies(plan: ShardingPlan) -> dict[str, str]:
 # ---------------------------------------------------------------- rows
 
 
-@pytest.mark.parametrize("ladder", LADDERS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "ladder"), by_ladder(*MODELS))
 def test_every_weight_and_bias_of_a_layer_has_one_row_with_a_reason(name: str, ladder: str) -> None:
     plan = colwise(name, ladder)
     named = [alias for row in plan.rows for alias in (row.parameter, *row.aliases)]
@@ -61,8 +57,7 @@ def test_every_weight_and_bias_of_a_layer_has_one_row_with_a_reason(name: str, l
     assert all(row.reason for row in plan.rows)
 
 
-@pytest.mark.parametrize("ladder", LADDERS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "ladder"), by_ladder(*MODELS))
 def test_colwise_shards_what_has_a_feature_axis(name: str, ladder: str) -> None:
     plan = colwise(name, ladder)
     replicated = {row.parameter for row in plan.rows if row.strategy == "replicate"}

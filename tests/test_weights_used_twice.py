@@ -42,7 +42,10 @@ def test_a_weight_that_is_used_twice_trains_as_in_one_process(pool: Pool, name: 
     assert {parameter for parameter, strategy in strategies.items() if strategy == "replicate"} == REPLICATED[name]
 
 
-@pytest.mark.parametrize("name", ["shared_table", "tied_norm", "listed", "own_read"])
+@pytest.mark.parametrize(
+    "name",
+    ["shared_table", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tied_norm", "listed", "own_read"))],
+)
 def test_a_weight_that_is_used_twice_compiles_to_one_graph(pool: Pool, name: str) -> None:
     setting = Setting(name, backend="aot_eager")
     results = pool.run(train, [setting], world_size=2, fresh_dynamo=True, timeout=120)
