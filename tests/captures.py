@@ -16,18 +16,23 @@ from tests.models import MODELS, Model
 LADDERS = ("fx", "export")
 
 # torch.export takes seconds for these, and what they show is shown by smaller models as well.
-_EXPORTED_SLOWLY = ("encoder", "attention", "transformer")
+_EXPORTED_SLOWLY = ("encoder", "attention", "transformer", "dlrm")
 
 
 def by_ladder(*cases: Any) -> list[Any]:
     """(model, ladder), or where the cases are tuples (model, ..., ladder)."""
-    found = []
-    for case in cases:
-        values = case if isinstance(case, tuple) else (case,)
-        for ladder in LADDERS:
-            slow = ladder == "export" and values[0] in _EXPORTED_SLOWLY
-            found.append(pytest.param(*values, ladder, marks=[pytest.mark.slow] if slow else []))
-    return found
+    return [_parameter(case, ladder) for case in cases for ladder in LADDERS]
+
+
+def exported(*cases: Any) -> list[Any]:
+    """`by_ladder`, of one ladder."""
+    return [_parameter(case, "export") for case in cases]
+
+
+def _parameter(case: Any, ladder: str) -> Any:
+    values = case if isinstance(case, tuple) else (case,)
+    slow = ladder == "export" and values[0] in _EXPORTED_SLOWLY
+    return pytest.param(*values, ladder, marks=[pytest.mark.slow] if slow else [])
 
 
 def captured(model: nn.Module, ladder: str, case: Model) -> Capture:

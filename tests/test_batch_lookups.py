@@ -123,7 +123,8 @@ def test_what_is_not_stacked_stays_right(pool: Pool, world_size: int) -> None:
         require_equal(list(results))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_stacked_lookups_compile_to_one_graph(pool: Pool, backend: str) -> None:
     models = ("alike2", "activated") if backend == "aot_eager" else ("alike7",)
     settings = [Setting(name, backend=backend, optimizer="adam") for name in models]

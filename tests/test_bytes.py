@@ -67,7 +67,9 @@ def require_equal_bytes(results: list[Seen]) -> None:
     assert said
 
 
-@pytest.mark.parametrize("replicated", [False, True], ids=["batch-sharded", "replicated"])
+@pytest.mark.parametrize(
+    "replicated", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["batch-sharded", "replicated"]
+)
 @pytest.mark.parametrize(("world_size", "rows"), [(2, 6), pytest.param(4, 3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "model", [pytest.param("dlrm", marks=pytest.mark.slow), "mlp", pytest.param("two_tower", marks=pytest.mark.slow)]

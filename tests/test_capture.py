@@ -22,7 +22,7 @@ from autoshard.planner import make_plan
 from passes.errors import InputError
 from passes.pipeline import normalize
 from passes.sites import find_sites
-from tests.captures import LADDERS, by_ladder, captured, captured_once
+from tests.captures import LADDERS, by_ladder, captured, captured_once, exported
 from tests.compare import Setting, loss_of, require_equal, tensors, train_both
 from tests.models import MODELS, ODD, AttributeWriter, Factor, Hooked, Model, dense, layers, relative
 from tests.pool import Pool
@@ -106,9 +106,9 @@ def test_a_model_that_can_be_traced_is_one_graph(name: str) -> None:
     assert found.kept == {}
 
 
-@pytest.mark.parametrize("name", [name for name, case in MODELS.items() if case.exports])
-def test_a_model_that_can_be_exported_is_one_graph_for_each_mode(name: str) -> None:
-    _, found = captured_once(name, "export")
+@pytest.mark.parametrize(("name", "ladder"), exported(*(name for name, case in MODELS.items() if case.exports)))
+def test_a_model_that_can_be_exported_is_one_graph_for_each_mode(name: str, ladder: str) -> None:
+    _, found = captured_once(name, ladder)
     whole = [region for region in found.regions if not region.is_layer]
     assert {region.path for region in whole} == {""}
     assert {region.mode for region in whole} in ({None}, {True, False})

@@ -71,7 +71,7 @@ def test_training_is_that_of_one_process(pool: Pool, world_size: int, optimizer:
 
 
 @pytest.mark.parametrize(
-    "model", ["dlrm", *(pytest.param(name, marks=pytest.mark.slow) for name in ("transformer", "mlp", "two_tower"))]
+    "model", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("dlrm", "transformer", "mlp")), "two_tower"]
 )
 def test_compiled_training_is_that_of_one_process(pool: Pool, model: str) -> None:
     setting = Setting(model, backend="aot_eager")
