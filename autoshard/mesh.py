@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from passes.errors import MeshError, describe
+from passes.ops.collectives import can_order_groups, ordered_group
 from passes.plan import ShardingPlan
 
 OWNERS = ("owners",)
@@ -97,6 +98,16 @@ def _in_group_order(mesh: DeviceMesh) -> DeviceMesh:
     ranks = mesh.mesh.flatten().tolist()
     if ranks == dist.get_process_group_ranks(mesh.get_group()):
         return mesh
+    if not can_order_groups():
+        raise MeshError(
+            describe(
+                "mesh",
+                f"its ranks {ranks} are not ascending, and torch {torch.__version__} makes no process group of another "
+                "order",
+                "ascending ranks",
+                "Give the mesh its ranks in ascending order, or install torch 2.13 or newer.",
+            )
+        )
     if len(ranks) != dist.get_world_size():
         raise MeshError(
             describe(
@@ -107,5 +118,4 @@ def _in_group_order(mesh: DeviceMesh) -> DeviceMesh:
                 "DeviceMesh.from_group(group, device_type).",
             )
         )
-    group = dist.new_group(ranks, sort_ranks=False)
-    return DeviceMesh.from_group(group, mesh.device_type)
+    return DeviceMesh.from_group(ordered_group(ranks), mesh.device_type)

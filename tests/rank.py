@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from passes.ops.collectives import ordered_group
+
 # Longer than any call, so that it is the pool that notices a missing peer and shows the stacks.
 GLOO_TIMEOUT = timedelta(hours=1)
 
@@ -133,7 +135,7 @@ def _mesh(request: Request, meshes: dict[tuple[int, ...], DeviceMesh | None]) ->
             # follows from the ranks lets Inductor's cache hit whatever tests ran before.
             world.group_count = int("1" + "".join(f"{rank:02d}" for rank in ranks))
             # DeviceMesh("cpu", ranks) would sort the ranks.
-            group = dist.new_group(list(ranks), sort_ranks=False)
+            group = ordered_group(list(ranks)) if list(ranks) != sorted(ranks) else dist.new_group(list(ranks))
         is_member = isinstance(group, dist.ProcessGroup)
         meshes[ranks] = DeviceMesh.from_group(group, "cpu") if is_member else None
     # A function that made groups on some ranks only has left the counters apart, so that the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -49,6 +50,12 @@ def unknown_plan(mesh: DeviceMesh) -> None:
 
 def two_dimensional_mesh(mesh: DeviceMesh) -> None:
     autoshard(tower(), DeviceMesh("cpu", [[0, 1], [2, 3]]))
+
+
+def descending_mesh(mesh: DeviceMesh) -> None:
+    """As on a torch that makes no group in this order."""
+    with mock.patch("autoshard.mesh.can_order_groups", lambda: False):
+        autoshard(tower(), DeviceMesh("cpu", [3, 2, 1, 0]))
 
 
 def plan_differs(mesh: DeviceMesh) -> None:
@@ -209,6 +216,12 @@ def test_bad_use_is_told_on_every_rank(
 def test_a_mesh_of_two_dimensions_is_refused(pool: Pool) -> None:
     pool.expect_same_error(
         two_dimensional_mesh, error=package.MeshError, match=r"2 dimensions; expected a 1-D mesh", world_size=4
+    )
+
+
+def test_a_mesh_whose_order_torch_cannot_give_to_a_group_is_refused(pool: Pool) -> None:
+    pool.expect_same_error(
+        descending_mesh, error=package.MeshError, match=r"\[3, 2, 1, 0\] are not ascending.*expected ascending ranks"
     )
 
 

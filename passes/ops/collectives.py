@@ -16,7 +16,8 @@ With W ranks in the group, every function works along dimension 0:
 
 from __future__ import annotations
 
-from typing import cast
+import inspect
+from typing import Any, cast
 
 import torch
 import torch.distributed.distributed_c10d as c10d
@@ -36,6 +37,16 @@ def group_size(group: str) -> int:
 def group_rank(group: str) -> int:
     """This rank's place in the process group of this name."""
     return _resolve_process_group(cast("c10d.GroupName", group)).rank()
+
+
+def can_order_groups() -> bool:
+    """True if torch makes groups in another order than the ascending one, which torch 2.11 does not."""
+    return "sort_ranks" in inspect.signature(c10d.new_group).parameters
+
+
+def ordered_group(ranks: list[int]) -> Any:
+    """`torch.distributed.new_group`, with the ranks in the order given; needs `can_order_groups`."""
+    return c10d.new_group(ranks, sort_ranks=False)
 
 
 # What `torch.compiler.assume_constant_result` does, without importing the compiler: a rank's place in a group never
