@@ -50,7 +50,7 @@ class Edit:
         graph: path of the traced module.
         node: the node that was rewritten, by its name before.
         module: path of the layer.
-        op: "embedding", "embedding_bag", "linear", "parameter" or "collective".
+        op: "embedding", "embedding_bag", "linear", "parameter", "collective", "lookup" or "results".
         parameter: name of the weight in the model, "-" for an edit that is of no weight.
         what: what was done.
         why: the plan's reason.

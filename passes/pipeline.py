@@ -17,6 +17,7 @@ from passes.normalize import FoldFixedBags, FoldRenorm, InlineLayers, InlineMode
 from passes.ops import redistribute
 from passes.ops.renorm import renorm
 from passes.optimize.batch_lookups import BatchLookups, Stacks
+from passes.optimize.join_results import JoinResults
 from passes.optimize.keep_columns import KeepColumns
 from passes.optimize.merge_collectives import MergeCollectives
 from passes.optimize.narrow_results import NarrowResults
@@ -237,6 +238,7 @@ def shard_graph(
         ReplicateParameters(context, model_parameters, prefix),
         keep,
         BatchLookups(context, model_parameters, prefix, {} if stacks is None else stacks),
+        JoinResults(context, model_parameters, prefix),
         merge,
         NarrowResults(context, model_parameters, prefix),
     ]

@@ -87,9 +87,43 @@ class Apart(nn.Module):
         return [bag(ids) for bag in self.bags] + [table(ids) for table in self.plain]
 
 
+class Joined(nn.Module):
+    """Results of three stacks: side by side between others, stacked behind another, and by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleList(nn.EmbeddingBag(9, 7, mode="sum") for _ in range(3))
+        self.second = nn.ModuleList(nn.EmbeddingBag(9, 7) for _ in range(3))
+        self.third = nn.ModuleList(nn.EmbeddingBag(9, 2, mode="sum") for _ in range(2))
+        self.head = nn.Linear(7, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        first = torch.cat([ids[:, :2], *(bag(ids) for bag in self.first), ids[:, 2:]], 1)
+        dense = first[:, 2:9] * 2
+        second = torch.stack([dense, *(bag(ids[:, 1:]) for bag in self.second)], dim=-2)
+        third = torch.cat([bag(ids) for bag in self.third], dim=1).relu_()
+        return torch.cat([first, self.head(second).flatten(1), third], -1)
+
+
+class NotJoined(nn.Module):
+    """Lists that hold the results of a stack, but not all of them once, in order and along the second dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(9, 7, mode=mode) for mode in ("sum", "mean") for _ in range(3))
+        self.more = nn.ModuleList(nn.EmbeddingBag(9, 2, mode=mode) for mode in ("sum", "mean") for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        a, b, c, d, e, f = (table(ids) for table in self.tables)
+        g, h, i, j = (table(ids) for table in self.more)
+        below, apart = torch.cat([d, e, f], 0), torch.stack([g, h], 2).flatten(1)
+        return torch.cat([a, c, b, below.view(3, -1, 7).sum(0), apart, torch.cat([i, j, i], 1)], 1)
+
+
 _ids = in_equal_parts(lambda rows, seed: (ids(rows, seed, 7, 5),))
 CASES = {f"alike{columns}": Model(lambda columns=columns: Alike(columns), _ids) for columns in (7, 2)}  # type: ignore[misc]  # the default argument binds `columns`
 CASES |= {"refused": Model(Refused, _ids), "activated": Model(Activated, _ids)}
+CASES |= {"joined": Model(Joined, _ids), "not_joined": Model(NotJoined, _ids)}
 
 
 def differences(mesh: DeviceMesh, settings: list[Setting]) -> list[Any]:
@@ -132,11 +166,26 @@ def test_stacked_lookups_compile_to_one_graph(pool: Pool, backend: str) -> None:
         require_equal(list(results))
 
 
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("model", ["joined", "not_joined"])
+def test_results_that_are_put_side_by_side_compute_the_same(pool: Pool, model: str, world_size: int) -> None:
+    settings = [Setting(model, examples=examples, optimizer="adam") for examples in (False, True)]
+    for results in zip(*pool.run(differences, settings, world_size=world_size, timeout=180), strict=True):
+        require_equal(list(results))
+
+
+def test_results_that_are_put_side_by_side_compile_to_one_graph(pool: Pool) -> None:
+    settings = [Setting("joined", backend="aot_eager")]
+    for results in zip(*pool.run(differences, settings, world_size=2, fresh_dynamo=True, timeout=180), strict=True):
+        require_equal(list(results))
+
+
 # ---------------------------------------------------------------- what is one lookup
 
 
-def graph_of(mesh: DeviceMesh, name: str) -> tuple[list[str], str]:
-    diff = graph_diff(autoshard(CASES[name].make(), mesh))
+def graph_of(mesh: DeviceMesh, name: str, examples: bool = False) -> tuple[list[str], str]:
+    case = CASES[name]
+    diff = graph_diff(autoshard(case.make(), mesh, example_inputs=case.one_batch() if examples else None))
     return [edit.what for edit in diff.edits if edit.op == "lookup"], "\n".join(diff.regions[0].after)
 
 
@@ -146,6 +195,14 @@ def test_tables_that_are_alike_are_one_lookup(pool: Pool) -> None:
         assert Counter(edits) == rows + Counter(["2 lookups in one on 14 stacked rows"])
         assert code.count("_columns = embedding(") == 1
         assert code.count("_columns = embedding_bag(") == 3
+
+
+@pytest.mark.parametrize("examples", [False, True])
+def test_results_are_put_side_by_side_at_once(pool: Pool, examples: bool) -> None:
+    for _, code in pool.run(graph_of, "joined", examples, world_size=2):
+        assert (code.count("cat_bags("), code.count("stack_bags("), code.count("results_of_bags(")) == (2, 1, 0)
+    for _, code in pool.run(graph_of, "not_joined", examples, world_size=2):
+        assert (code.count("cat_bags("), code.count("stack_bags("), code.count("results_of_bags(")) == (0, 0, 4)
 
 
 def test_tables_with_options_keep_lookups_of_their_own(pool: Pool) -> None:

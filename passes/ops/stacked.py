@@ -8,8 +8,8 @@ all tables one after the other, which give R results: a row for each id, or for 
     stack_tables        the shards (V_t, d)                 -> (V, d), and the first row of each table
     embedding           ids (W*N,)                          -> (W*R, d)
     embedding_bag       ids (W*N,), of (B, L) per table     -> (W*R, d)
-    results_of_ids      (R, D)                              -> (B, ..., D) for each table
-    results_of_bags     (R, D)                              -> (B, D) for each table
+
+`stacked_results` takes what comes back apart.
 
 The shards of a stack are views of its rows: no step copies a table, and the gradients are views of one (V, d). Whoever
 gives a parameter other storage has to stack again (`restack`). Eager mode looks where the shards are, and stacks a copy
@@ -18,6 +18,7 @@ if they are elsewhere; a compiled graph asks the operator `autoshard::first_rows
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -29,8 +30,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.dlpack import from_dlpack
 
 from passes.errors import InputError, describe
-from passes.ops import checks, lookup, redistribute, together
+from passes.ops import checks, lookup, redistribute
 from passes.ops.collectives import group_size
+
+_FUSED = 6  # two less than torch._inductor.config.max_pointwise_cat_inputs
 
 
 class Presence:
@@ -218,7 +221,25 @@ def pack_ids(ids: Sequence[Tensor], group: str, *, at: Sequence[str | None]) -> 
     checks.check_inputs([(x, where) for x, where in zip(rows, at, strict=True) if where], group)
     for x, where in zip(ids, at, strict=True):
         checks.check_id_dtype(x, where or "a lookup")
-    return torch.cat([x.reshape(-1) for x in ids])
+    return _cat([x.reshape(-1) for x in ids])
+
+
+def _cat(pieces: list[Tensor]) -> Tensor:
+    """`torch.cat` of integers.
+
+    For a GPU, Inductor fuses a cat of up to eight pieces with what is computed of it, and else makes a kernel for each
+    piece. So the whole is a sum of cats of six pieces among zeros, all of one size: one kernel. On the CPU a loop for
+    each piece is what is fast.
+    """
+    if len(pieces) <= _FUSED or not torch.compiler.is_compiling() or pieces[0].device.type == "cpu":
+        return torch.cat(pieces)
+    sizes = [piece.numel() for piece in pieces]
+    parts = []
+    for start in range(0, len(pieces), _FUSED):
+        end = start + _FUSED
+        before, after = (pieces[0].new_zeros(sum(others)) for others in (sizes[:start], sizes[end:]))
+        parts.append(torch.cat([before, *pieces[start:end], after]))
+    return functools.reduce(torch.add, parts)
 
 
 def pack_gathered(ids: Sequence[Tensor], group: str, *, at: Sequence[str]) -> Tensor:
@@ -362,48 +383,3 @@ def _check_ids(by_rank: Tensor, sizes: Sequence[int], at: Sequence[str], rows: S
     pieces = by_rank.split(list(sizes), 1)
     for place in tables:
         checks.check_ids(pieces[place], rows[place], at[place])
-
-
-class _Results(Function):
-    """(R, D) -> for each table its results, each a tensor of its own, which may be changed in place."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, presence: Presence | None, group: str, counts: list[int]) -> Any:
-        if not torch.compiler.is_compiling():
-            ctx.set_materialize_grads(False)
-        pieces = _apart(rows, counts)
-        ctx.group, ctx.presence, ctx.shapes = group, presence, [piece.shape for piece in pieces]
-        return pieces
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        places, whole = together.present(gradients, ctx.shapes, ctx.group)
-        like = whole[0]
-        found = dict(zip(places, whole, strict=True))
-        if ctx.presence is not None:
-            ctx.presence.absent = frozenset(range(len(gradients))) - found.keys()
-        pieces = [found[place] if place in found else like.new_zeros(shape) for place, shape in enumerate(ctx.shapes)]
-        return torch.cat(pieces), None, None, None
-
-
-def results_of_ids(rows: Tensor, likes: Sequence[Tensor], stack: Stack, group: str) -> list[Tensor]:
-    """(R, D) -> for each table (B, ..., D), contiguous; `likes` are this rank's ids."""
-    counts = [x.numel() for x in likes]
-    return [x.view(*like.shape, x.size(1)) for x, like in zip(_split(rows, counts, stack, group), likes, strict=True)]
-
-
-def results_of_bags(rows: Tensor, likes: Sequence[Tensor], stack: Stack, group: str) -> list[Tensor]:
-    """(R, D) -> for each table (B, D), contiguous; `likes` are this rank's ids, (B, L)."""
-    return list(_split(rows, [x.size(0) for x in likes], stack, group))
-
-
-def _split(rows: Tensor, counts: list[int], stack: Stack, group: str) -> Sequence[Tensor]:
-    if not (torch.is_grad_enabled() and rows.requires_grad):
-        return _apart(rows, counts)
-    found: tuple[Tensor, ...] = _Results.apply(rows, stack.presence, group, counts)  # type: ignore[no-untyped-call]  # as torch leaves it
-    return found
-
-
-def _apart(rows: Tensor, counts: Sequence[int]) -> tuple[Tensor, ...]:
-    """The parts of `rows`. Through `data`, so that none counts the changes of another as its own."""
-    return tuple(piece.data for piece in rows.split(list(counts)))
