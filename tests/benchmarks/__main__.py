@@ -15,7 +15,7 @@ import torch
 import torch.multiprocessing as mp
 
 from tests.benchmarks import report
-from tests.benchmarks.contender import Workload
+from tests.benchmarks.contender import Workload, resized
 from tests.benchmarks.rank import run
 from tests.benchmarks.workloads import WORKLOADS
 
@@ -29,7 +29,7 @@ def main() -> None:
     # What a rank needs to run it, and nothing that another workload has left behind: fresh processes for each.
     found: dict[str, Any] = {}
     for name in names:
-        workload = _resized(WORKLOADS[name], options.size)
+        workload = resized(WORKLOADS[name], options.size)
         times = _measure(workload, options)
         found[name] = {"sizes": dataclasses.asdict(workload), **times}  # type: ignore[call-overload]  # all are dataclasses
         for kind, by_contender in times.items():
@@ -55,12 +55,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--out", default="benchmark.json", help="where the times go, as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them too, as a PNG")
     return parser.parse_args()
-
-
-def _resized(workload: Workload, sizes: list[str]) -> Workload:
-    pairs = (item.partition("=") for item in sizes)
-    changed: Workload = dataclasses.replace(workload, **{name: int(number) for name, _, number in pairs})  # type: ignore[type-var]  # as above
-    return changed
 
 
 def _measure(workload: Workload, options: argparse.Namespace) -> dict[str, report.Times]:

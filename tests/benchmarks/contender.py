@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,16 @@ class Workload(Protocol):
 
     def reference(self, rank: int, world: int) -> Tensor:
         """What one process computes of the batch of this rank."""
+
+
+Sizes = TypeVar("Sizes", bound=Workload)
+
+
+def resized(workload: Sizes, sizes: Sequence[str]) -> Sizes:
+    """The workload with other sizes, each given as NAME=NUMBER."""
+    pairs = (item.partition("=") for item in sizes)
+    changed: Sizes = dataclasses.replace(workload, **{name: int(number) for name, _, number in pairs})  # type: ignore[type-var]  # all are dataclasses
+    return changed
 
 
 def differentiated(

@@ -2,7 +2,7 @@
 
 floor        the bare lookups of `tables.py`; all that is no table, compiled, on a result that is there already; the
              bare all_reduce of its gradients; SGD
-autoshard    the plain model
+autoshard    the plain model; on a GPU also compiled into CUDA graphs, whose results live until the next call
 torchrec     the tables column-wise and table-wise, with fused SGD and with dense gradients; the rest in DDP
 former       the tables in torch.distributed._shard, the rest in DDP
 """
@@ -28,31 +28,35 @@ from tests.benchmarks import peer_torchrec
 from tests.benchmarks.contender import FLOOR, Contender, Contenders
 from tests.benchmarks.tables import Tables, bare_lookups, former_tables
 
+CUDA_GRAPHS = "autoshard CUDA graphs"
+
 
 @dataclass(frozen=True)
 class DLRM:
-    """T, V, D, B per rank; one id per table."""
+    """T, V, D, B per rank; one id per table; and where all of it is. The floor and the peers are for the CPU."""
 
     tables: int
     rows: int
     dim: int
     batch: int
+    device: str = "cpu"
 
     @property
     def lookups(self) -> Tables:
         """The tables, by their sizes."""
-        return Tables(self.tables, self.rows, self.dim, self.batch, ids=1)
+        return Tables(self.tables, self.rows, self.dim, self.batch, ids=1, device=self.device)
 
     def draw(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
         """counts (B, 13), ids (B, T), labels (B,) of one rank."""
         generator = torch.Generator().manual_seed(2000 + rank)
         counts = torch.randn(self.batch, len(COUNTS), generator=generator)
         labels = torch.randint(0, 2, (self.batch,), generator=generator).float()
-        return counts, self.lookups.draw(rank).squeeze(-1).t().contiguous(), labels
+        ids = self.lookups.draw(rank).squeeze(-1).t().contiguous()
+        return counts.to(self.device), ids, labels.to(self.device)
 
     def model(self) -> Model:
         """The whole model, the same wherever it is made."""
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), torch.device(self.device):
             torch.manual_seed(0)
             model = Model(self.rows, self.dim, self.tables)
         with torch.no_grad():
@@ -72,10 +76,12 @@ class DLRM:
         """All that are installed."""
         made: dict[str, Callable[[], Contender]] = {
             FLOOR: lambda: _floor(self, mesh),
-            "autoshard eager": lambda: _autoshard(self, mesh, compiled=False),
-            "autoshard compiled": lambda: _autoshard(self, mesh, compiled=True),
+            "autoshard eager": lambda: _autoshard(self, mesh, lambda model: model),
+            "autoshard compiled": lambda: _autoshard(self, mesh, _compiled),
             "former": lambda: _former(self, mesh),
         }
+        if mesh.device_type == "cuda":
+            made[CUDA_GRAPHS] = lambda: _autoshard(self, mesh, _in_cuda_graphs)
         kinds = peer_torchrec.KINDS if peer_torchrec.is_installed() else ()
         return made | {f"torchrec {kind}": functools.partial(_torchrec, self, mesh, kind) for kind in kinds}
 
@@ -105,10 +111,18 @@ def _trained(call: Callable[[], Tensor], leaves: Sequence[Tensor], labels: Tenso
     return Contender(torch.no_grad()(call), step)
 
 
-def _autoshard(sizes: DLRM, mesh: DeviceMesh, compiled: bool) -> Contender:
+def _compiled(model: nn.Module) -> Any:
+    return torch.compile(model, fullgraph=True)
+
+
+def _in_cuda_graphs(model: nn.Module) -> Any:
+    return torch.compile(model, fullgraph=True, mode="reduce-overhead")
+
+
+def _autoshard(sizes: DLRM, mesh: DeviceMesh, ready: Callable[[nn.Module], Any]) -> Contender:
     counts, ids, labels = sizes.draw(mesh.get_local_rank())
     model = autoshard(sizes.model(), mesh, example_inputs=(counts, ids))
-    run: Any = torch.compile(model, fullgraph=True) if compiled else model
+    run = ready(model)
     return _trained(lambda: run(counts, ids), list(model.parameters()), labels)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tabulate import tabulate
@@ -13,14 +13,14 @@ from tests.benchmarks.workloads import YARDSTICKS
 Times = Mapping[str, Mapping[str, float]]
 
 
-def table(times: Times) -> str:
-    """A row per contender; behind its times their ratios to each yardstick."""
-    yardsticks = [name for name in YARDSTICKS if name in times]
+def table(times: Times, yardsticks: Sequence[str] = YARDSTICKS, digits: int = 1) -> str:
+    """A row per contender; behind its times, to so many decimal places, their ratios to each yardstick there is."""
+    yardsticks = [name for name in yardsticks if name in times]
     rows = [
         [
             name,
-            f"{timing['median']:.1f}",
-            f"{timing['lower']:.1f} .. {timing['upper']:.1f}",
+            f"{timing['median']:.{digits}f}",
+            f"{timing['lower']:.{digits}f} .. {timing['upper']:.{digits}f}",
             *(f"{timing['median'] / times[other]['median']:.2f}" for other in yardsticks),
         ]
         for name, timing in times.items()

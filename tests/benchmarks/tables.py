@@ -32,22 +32,24 @@ from tests.benchmarks.contender import FLOOR, Contender, Contenders, differentia
 
 @dataclass(frozen=True)
 class Tables:
-    """T, V, D, B per rank, L."""
+    """T, V, D, B per rank, L; and where ids and tables are. The floor and the peers are for the CPU."""
 
     tables: int
     rows: int
     dim: int
     batch: int
     ids: int
+    device: str = "cpu"
 
     def draw(self, rank: int) -> Tensor:
         """The ids of one rank: (T, B, L)."""
         generator = torch.Generator().manual_seed(1000 + rank)
-        return torch.randint(0, self.rows, (self.tables, self.batch, self.ids), generator=generator)
+        return torch.randint(0, self.rows, (self.tables, self.batch, self.ids), generator=generator).to(self.device)
 
     def weight(self, number: int) -> Tensor:
         """A table: (V, D)."""
-        return torch.randn(self.rows, self.dim, generator=torch.Generator().manual_seed(number))
+        generator = torch.Generator(self.device).manual_seed(number)
+        return torch.randn(self.rows, self.dim, generator=generator, device=self.device)
 
     def reference(self, rank: int, world: int) -> Tensor:
         """(B, T*D)."""

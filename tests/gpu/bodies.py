@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor import config as inductor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils import _pytree as pytree
 
 from autoshard import autoshard, parameters
 from autoshard.parameters import local_shapes
 from passes.errors import IdRangeError
+from tests.benchmarks import gpu
 from tests.compare import tensors
 from tests.models import model_of, relative
 
@@ -76,6 +81,64 @@ def _beside(
 def model_beside_one_process(kind: str, name: str, compiled: bool) -> float:
     case = model_of(name)
     return _beside(case.make(), case.split, mesh_of(kind), compiled)
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A model compiled into CUDA graphs, over three batches: one warms up, one is recorded, the last is replayed only.
+
+    gap: the largest relative difference from the model compiled without, of results, gradients and parameters.
+    left_out: what Inductor makes no CUDA graph of.
+    recorded, replayed: CUDA graphs, with the last batch.
+    """
+
+    gap: float
+    left_out: int
+    recorded: int
+    replayed: int
+
+
+def replayed_beside_compiled(kind: str, name: str) -> Replayed:
+    mesh, case = mesh_of(kind), model_of(name)
+    original = case.make().to(kind)
+    plain, graphs = (autoshard(copy.deepcopy(original), mesh) for _ in range(2))
+    run_plain = torch.compile(plain, fullgraph=True)
+    run_graphs = torch.compile(graphs, fullgraph=True, mode="reduce-overhead")
+    skipped, gap, calls = counters["inductor"]["cudagraph_skips"], 0.0, {}
+    # In one part: Inductor would otherwise leave out in silence what cannot be recorded.
+    with inductor.patch(graph_partition=False):
+        for step in range(3):
+            batch = _moved(case.split(mesh.size(), ROWS, step)[0][mesh.get_local_rank()], kind)
+            want = _trained(run_plain, batch)
+            with _counted("capture_begin") as recorded, _counted("replay") as replayed:
+                got = _trained(run_graphs, batch)
+            gap = max(gap, *(relative(one, other) for one, other in zip(want, got, strict=True)))
+            calls = {"recorded": recorded.call_count, "replayed": replayed.call_count}
+    return Replayed(gap, counters["inductor"]["cudagraph_skips"] - skipped, **calls)
+
+
+def _trained(run: Any, batch: Any) -> list[torch.Tensor]:
+    """Copies of a step's results, of the gradients and of the new parameters: this rank's part of each."""
+    (out,) = tensors(run(*batch))
+    out.square().mean().backward()
+    own = [parameter.detach().to_local() for parameter in run.parameters()]
+    gradients = [parameter.grad.to_local() for parameter in run.parameters()]
+    for value, gradient in zip(own, gradients, strict=True):
+        value.sub_(gradient, alpha=0.1)
+    found = [x.detach().clone() for x in (out, *gradients, *own)]
+    run.zero_grad()
+    return found
+
+
+def _counted(method: str) -> Any:
+    """Counts the calls of a method of all CUDA graphs."""
+    graph = torch.cuda.CUDAGraph
+    return mock.patch.object(graph, method, autospec=True, side_effect=getattr(graph, method))
+
+
+def share_of_the_copy(kind: str) -> float:
+    """The bandwidth of lookup, pooling and rearrangement over that of a copy."""
+    return gpu.shares(gpu.front(gpu.FRONTS[kind], mesh_of(kind), rounds=21))[gpu.WHOLE]
 
 
 def max_norm_beside_one_process(kind: str) -> float:
