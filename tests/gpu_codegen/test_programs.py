@@ -6,8 +6,11 @@ import dataclasses
 from collections import Counter
 
 import pytest
+from torch import Tensor, nn
 
+from autoshard.gpu_compile import compile_sharded
 from passes.traffic import B, W, total
+from tests.benchmarks.tables import Plain, Tables
 from tests.gpu_codegen.conftest import ROWS, Step
 
 
@@ -103,6 +106,29 @@ def test_the_host_waits_for_nothing_and_a_cuda_graph_may_be_captured(
         assert program.of("copy") == ()
         assert program.cpu_tensors == 0
         assert program.no_cuda_graph is None
+
+
+def front() -> tuple[nn.Module, tuple[Tensor]]:
+    """26 tables of one width, each with ids (B, 4) of its own; what comes out is (B, 26 * 64)."""
+    sizes = Tables(tables=26, rows=100, dim=64, batch=ROWS, ids=4)
+    return Plain(sizes), (sizes.draw(0),)
+
+
+def test_a_front_of_26_tables_packs_looks_up_and_rearranges_in_four_kernels() -> None:
+    pytest.importorskip("triton")
+    compiled = compile_sharded(front, 8, "sm_90")
+    forward, backward = compiled.programs
+    assert Counter(forward.of("collective")) == {"all_gather": 1, "all_to_all": 1}
+    assert Counter(backward.of("collective")) == {"all_to_all": 1}
+    # Packing, the starts of the bags, the checked ids of the stack, and what came put side by side.
+    assert len(forward.of("kernel")) == 4
+    assert forward.of("library") == ("autoshard.first_rows", "aten._embedding_bag")
+    assert len(backward.of("kernel")) == 2
+    for program in compiled.programs:
+        assert program.synchronisations == program.of("copy") == ()
+        assert program.cpu_tensors == 0
+        assert program.no_cuda_graph is None
+    assert all(code.startswith(b"\x7fELF") for code in compiled.cubins().values())
 
 
 @pytest.mark.slow
