@@ -44,6 +44,7 @@ EXPECTED: dict[tuple[str, int], Expected] = {
     ("even_mlp", 8): Expected(Counts(2, 2, 70296), Counts(6, 3, 65144, waiting=8), 8),
     ("even_mlp", 64): Expected(Counts(3, 1, 481884), Counts(4, 3, 429452, waiting=6), 7),
     ("mlp", 8): Expected(Counts(2, 3, 137020), Counts(9, 4, 97924), 11),
+    ("criteo", 8): Expected(Counts(10, 8, 3202340, waiting=10), Counts(19, 11, 3177716, waiting=8), 25),
     ("two_tower", 8): Expected(Counts(10, 2, 225532), Counts(17, 5, 290972, waiting=12), 27),
 }
 QUICK = [("even_mlp", 8, "sm_90")]
