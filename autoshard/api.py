@@ -76,12 +76,13 @@ def autoshard(
     Args:
         model: any module. Batch norm in training sees each rank's own rows, as under DDP.
         mesh: 1-D; all ranks of the default process group if None.
-        plan: "colwise" shards whatever has a feature axis along it; "auto" does, but a linear that can take the columns
-            of what feeds it as they are is sharded along its input axis; an `AutoPlan` chooses by the estimated time of
-            a step and the memory of a rank; a ShardingPlan; or {glob of parameter names: "colwise" | "rowwise" |
-            "replicate" | Colwise(ranks=...)}, the first glob that matches counts, what none matches is replicated.
-            "rowwise" shards the input axis of a linear's weight; its bias stays whole. `Colwise(ranks=(2, 5))` puts the
-            columns of a table on these ranks of the mesh only.
+        plan: "auto" chooses by the estimated time of a step and the memory of a rank, and may leave a small model
+            whole; an `AutoPlan` says what the estimate goes by. "colwise" shards whatever has a feature axis along it;
+            "paired" does, but a linear that can take the columns of what feeds it as they are is sharded along its
+            input axis. A ShardingPlan; or {glob of parameter names: "colwise" | "rowwise" | "replicate" |
+            Colwise(ranks=...)}, the first glob that matches counts, what none matches is replicated. "rowwise" shards
+            the input axis of a linear's weight; its bias stays whole. `Colwise(ranks=(2, 5))` puts the columns of a
+            table on these ranks of the mesh only.
         example_inputs: a tuple of arguments, or (args, kwargs). With them the model is captured by `torch.export`, its
             batch dimension dynamic, and the diff knows every shape.
         input_placement: `Shard(0)`: each rank calls the model with its own batch and gets the result of that;

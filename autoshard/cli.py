@@ -22,7 +22,9 @@ from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from autoshard.api import Prepared, Settings, prepare
+from autoshard.auto_plan import AutoPlan
 from autoshard.calibrate import calibrate
+from autoshard.planner import AUTO, NAMED, PlanSpec
 from autoshard.verify import verify
 from passes.errors import AutoshardError, describe
 
@@ -59,6 +61,8 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument(
             "--replicated", action="store_true", help="all ranks get the same batch, rather than each its own"
         )
+        sub.add_argument("--plan", choices=NAMED, default=AUTO, help="as of autoshard() (default: auto)")
+        sub.add_argument("--profile", help="the hardware that the plan auto goes by: a name, or what calibrate wrote")
         if command in (_diff, _verify):
             sub.add_argument(
                 "--exchange-dtype", choices=_DTYPES, default="none", help="results and their gradients travel in it"
@@ -87,7 +91,14 @@ def _diff(options: argparse.Namespace) -> object:
 def _verify(options: argparse.Namespace) -> object:
     model, batch = (functools.partial(_build, options.target, part) for part in (0, 1))
     exchange_dtype = _DTYPES[options.exchange_dtype]
-    return verify(model, batch, options.world_size, input_placement=_placement(options), exchange_dtype=exchange_dtype)
+    return verify(
+        model,
+        batch,
+        options.world_size,
+        plan=_spec(options),
+        input_placement=_placement(options),
+        exchange_dtype=exchange_dtype,
+    )
 
 
 def _calibrate(options: argparse.Namespace) -> object:
@@ -101,7 +112,9 @@ def _compile(options: argparse.Namespace) -> object:
     from autoshard.gpu_compile import compile_original, compile_sharded, report
 
     build = load(options.target)
-    sharded = compile_sharded(build, options.world_size, options.arch, input_placement=_placement(options))
+    sharded = compile_sharded(
+        build, options.world_size, options.arch, plan=_spec(options), input_placement=_placement(options)
+    )
     return report(sharded, compile_original(build, options.arch))
 
 
@@ -122,9 +135,13 @@ def _prepared(options: argparse.Namespace) -> Prepared:
             ragged=False,
             exchange_dtype=exchange_dtype,
         )
-        return prepare(model, "auto", example_inputs, settings)
+        return prepare(model, _spec(options), example_inputs, settings)
     finally:
         dist.destroy_process_group()
+
+
+def _spec(options: argparse.Namespace) -> PlanSpec:
+    return AutoPlan(profile=options.profile) if options.plan == AUTO else str(options.plan)
 
 
 def _placement(options: argparse.Namespace) -> Placement:

@@ -93,7 +93,7 @@ def compile_sharded(
     gpu_of(arch)
     with _fake_group(world_size) as group:
         model, inputs = _shapes_of(build)
-        settings = Settings(group, world_size, input_placement, "mean", ragged=False)
+        settings = Settings(group, world_size, input_placement, "mean", ragged=False, device_type="cuda")
         prepared = prepare(model, plan, inputs, settings)
         return _compiled(model, inputs, arch, prepared, settings, options)
 

@@ -23,6 +23,8 @@ from passes.plan import COLWISE, REPLICATE, ROWWISE, STRATEGIES, Colwise, PlanRo
 from passes.sites import LAYER_TYPES, LINEAR, Site
 
 Strategy = str | Colwise
+AUTO, PAIRED = "auto", "paired"
+NAMED = (AUTO, COLWISE, PAIRED)
 PlanSpec = str | AutoPlan | ShardingPlan | Mapping[str, Strategy]
 
 _LAYERS = tuple(LAYER_TYPES)
@@ -49,9 +51,10 @@ def make_plan(
     Args:
         model: the model, still with whole parameters.
         capture: its graphs.
-        spec: "colwise" (shard whatever has a feature axis), "auto" (the same, but rowwise the linears that take columns
-            as they are), an AutoPlan (by estimated time), a ShardingPlan, or globs over parameter names -> strategy, of
-            which the first that matches counts; what no glob matches is replicated.
+        spec: "colwise" (shard whatever has a feature axis), "paired" (the same, but rowwise the linears that take
+            columns as they are), an AutoPlan (by estimated time; "auto" is one of defaults), a ShardingPlan, or globs
+            over parameter names -> strategy, of which the first that matches counts; what no glob matches is
+            replicated.
         world_size: ranks in the mesh.
         batch_sharded: True if each rank has its own batch.
         ragged: the weights at whose sites the ranks' batches may differ in size.
@@ -67,6 +70,8 @@ def make_plan(
     for name in weights:
         _require_floating_point(name, facts)
     decided = Decided()
+    if spec == AUTO:
+        spec = AutoPlan()
     if isinstance(spec, AutoPlan):
         groups, setting = searched_groups(
             spec,
@@ -83,10 +88,10 @@ def make_plan(
         wanted = {name: (decided.strategies[name], obstructed.get(name, decided.reasons[name])) for name in weights}
     else:
         wanted = _wanted(spec, weights, facts)
-    if spec == "auto":
+    if spec == PAIRED:
         free = {name for name in weights if _obstacle(name, facts) is None}.difference(ragged)
         for name, why in rowwise.pair_rowwise(capture, facts.canonical, facts.parameters, free, world_size).items():
-            wanted[name] = ROWWISE, f'plan "auto", {why}'
+            wanted[name] = ROWWISE, f'plan "{PAIRED}", {why}'
     by_rows = _by_rows(wanted, facts)
     obstacles = {name: _obstacle(name, facts, by_rows) for name in weights}
     for name in weights:
@@ -206,13 +211,13 @@ def _require_floating_point(name: str, facts: Facts) -> None:
 def _wanted(spec: PlanSpec, weights: list[str], facts: Facts) -> dict[str, tuple[Strategy, str]]:
     """For each parameter the strategy that the person asks for, and where that stands."""
     if isinstance(spec, str):
-        if spec not in ("auto", COLWISE):
-            raise _unknown_strategy("plan", spec, ("auto", COLWISE))
+        if spec not in (COLWISE, PAIRED):
+            raise _unknown_strategy("plan", spec, NAMED)
         return dict.fromkeys(weights, (COLWISE, f'plan "{spec}"'))
     if isinstance(spec, ShardingPlan):
         spec = _check_rows(spec, facts)
     elif not isinstance(spec, Mapping):
-        raise _unknown_strategy("plan", spec, ("auto", COLWISE, "an AutoPlan", "a ShardingPlan", "a mapping"))
+        raise _unknown_strategy("plan", spec, (*NAMED, "an AutoPlan", "a ShardingPlan", "a mapping"))
     return _match_globs(spec, weights, facts)
 
 

@@ -1,4 +1,4 @@
-"""Linears whose weight is sharded along its input axis: which may be, and for which `plan="auto"` asks for it.
+"""Linears whose weight is sharded along its input axis: which may be, and for which `plan="paired"` asks for it.
 
 A linear that follows another one, or a lookup, through column-wise work takes the columns as they are: no rank needs
 the other columns, and each pair ends in one reduce_scatter (replicated inputs: one all_reduce) of its output.

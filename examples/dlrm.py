@@ -135,9 +135,9 @@ def make_click_log(rows: int, size: int, seed: int) -> ClickLog:
     return ClickLog(counts.log1p(), ids, clicks)
 
 
-def shard(model: DLRM, mesh: DeviceMesh, batch: ClickLog) -> nn.Module:
+def shard(model: DLRM, mesh: DeviceMesh, batch: ClickLog, plan: str) -> nn.Module:
     """The sharded model; `model` itself is consumed."""
-    return autoshard(model, mesh, example_inputs=(batch.counts, batch.ids))
+    return autoshard(model, mesh, plan, example_inputs=(batch.counts, batch.ids))
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: ClickLog) -> Tensor:
@@ -217,7 +217,7 @@ def run(rank: int, world_size: int, device: torch.device, args: argparse.Namespa
     single_optimizer = new_optimizer(single.parameters(), lr=args.lr) if single else None
 
     mesh = init_device_mesh(device.type, (world_size,))
-    sharded = shard(model, mesh, log.batch(0, args.batch_size))
+    sharded = shard(model, mesh, log.batch(0, args.batch_size), args.plan)
     optimizer = new_optimizer(sharded.parameters(), lr=args.lr)
     if rank == 0:
         diff = graph_diff(sharded)
@@ -298,6 +298,12 @@ def parse_arguments() -> argparse.Namespace:
         type=int,
         default=20,
         help="optimizer steps, at least 2; the last has the rows of the first",
+    )
+    add(
+        "--plan",
+        choices=("auto", "colwise", "paired"),
+        default="paired",
+        help="paired shards all that it can; auto leaves whole what is faster whole, as small tables are",
     )
     add("--lr", type=float, default=0.01, help="learning rate")
     add("--optimizer", choices=OPTIMIZERS, default="adagrad")

@@ -422,6 +422,18 @@ def test_calibrate_measures_this_machine() -> None:
 # ---------------------------------------------------------------- on ranks
 
 
+def default_plan(mesh: DeviceMesh) -> tuple[str, str]:
+    """As JSON; and that of an `AutoPlan` of defaults."""
+    default, automatic = autoshard(Model(), mesh), autoshard(Model(), mesh, AutoPlan())
+    return sharding_plan(default).to_json(), sharding_plan(automatic).to_json()
+
+
+def test_costs_are_weighed_where_no_plan_is_given(pool: Pool) -> None:
+    for default, automatic in pool.run(default_plan, world_size=2):
+        assert default == automatic
+        assert "of a step" in default
+
+
 def step(mesh: DeviceMesh, plan: AutoPlan, states: int) -> tuple[str, Tensor, dict[str, Tensor], float]:
     """The plan, the result for this rank's rows, whole gradients, and the bytes of weights, gradients and states."""
     torch.manual_seed(0)

@@ -185,7 +185,7 @@ def test_results_that_are_put_side_by_side_compile_to_one_graph(pool: Pool) -> N
 
 def graph_of(mesh: DeviceMesh, name: str, examples: bool = False) -> tuple[list[str], str]:
     case = CASES[name]
-    diff = graph_diff(autoshard(case.make(), mesh, example_inputs=case.one_batch() if examples else None))
+    diff = graph_diff(autoshard(case.make(), mesh, "paired", example_inputs=case.one_batch() if examples else None))
     return [edit.what for edit in diff.edits if edit.op == "lookup"], "\n".join(diff.regions[0].after)
 
 
@@ -213,7 +213,7 @@ def test_tables_with_options_keep_lookups_of_their_own(pool: Pool) -> None:
 
 def collectives_of(mesh: DeviceMesh) -> list[Counter[str]]:
     counted, counter = counting_mesh(mesh)
-    model: Any = torch.compile(autoshard(Alike(7), counted), backend="aot_eager", fullgraph=True)
+    model: Any = torch.compile(autoshard(Alike(7), counted, "paired"), backend="aot_eager", fullgraph=True)
     with counter.counting() as forward:
         output = model(ids(4, 0, 7, 5))
     with counter.counting() as backward:
@@ -229,7 +229,7 @@ def test_stacks_share_their_collectives(pool: Pool) -> None:
 
 def out_of_one_table(mesh: DeviceMesh, backend: str | None) -> str:
     """An id that is a row of the last table of the stack, in the bag of the first."""
-    model: Any = autoshard(Alike(7), mesh)
+    model: Any = autoshard(Alike(7), mesh, "paired")
     run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
     batch = torch.zeros(2, 5, dtype=torch.long)
     if mesh.get_local_rank() == 1:
@@ -254,7 +254,7 @@ def test_a_compiled_graph_looks_up_no_row_of_another_table(pool: Pool) -> None:
 
 def without_gradient(mesh: DeviceMesh, used: list[list[int]]) -> tuple[list[bool], list[bool]]:
     """Which parameters have a gradient, sharded and in one process, where a rank's loss is of some results."""
-    model, original = autoshard(Apart().double(), mesh), Apart().double()
+    model, original = autoshard(Apart().double(), mesh, "paired"), Apart().double()
     batch = ids(2, mesh.get_local_rank(), 9, 3)
     outputs, expected = model(batch), original(batch)
     torch.cat([outputs[place].flatten() for place in used[mesh.get_local_rank()]]).sum().backward()
@@ -354,7 +354,7 @@ def change(mesh: DeviceMesh, names: list[str], backend: str | None) -> dict[str,
     everything = ids(3 * world, 1, 7, 5)
     for name in names:
         original = CASES["alike7"].make()
-        model = autoshard(copy.deepcopy(original), mesh, gradient_reduction="sum")
+        model = autoshard(copy.deepcopy(original), mesh, "paired", gradient_reduction="sum")
         compile_ = (lambda m: m) if backend is None else (lambda m: torch.compile(m, backend=backend, fullgraph=True))
         run: Any = compile_(model)
         run(everything.chunk(world)[rank]).sum().backward()
@@ -402,7 +402,7 @@ def test_every_change_of_a_table_is_seen_by_compiled_code(pool: Pool, names: lis
 
 
 def look_outside(mesh: DeviceMesh) -> dict[str, bool]:
-    model = autoshard(CASES["alike7"].make(), mesh)
+    model = autoshard(CASES["alike7"].make(), mesh, "paired")
     batch = ids(3, 0, 7, 5)
     model(batch).sum().backward()
     names = {name for name, _ in CASES["alike7"].make().named_parameters()}
@@ -432,7 +432,7 @@ def test_the_world_outside_sees_tables_as_they_were(pool: Pool) -> None:
 
 
 def convert_one(mesh: DeviceMesh) -> None:
-    model = autoshard(CASES["alike7"].make(), mesh)
+    model = autoshard(CASES["alike7"].make(), mesh, "paired")
     model.bags[0].float()  # type: ignore[operator, index, union-attr]  # a list of layers
     model(ids(3, 0, 7, 5))
 

@@ -24,7 +24,7 @@ def said_and_seen(mesh: DeviceMesh, name: str, rows: int, replicated: bool) -> S
     return said_and_seen_of(mesh, model_of(name), rows, replicated)
 
 
-def said_and_seen_of(mesh: DeviceMesh, case: Model, rows: int, replicated: bool, plan: Any = "auto") -> Seen:
+def said_and_seen_of(mesh: DeviceMesh, case: Model, rows: int, replicated: bool, plan: Any = "paired") -> Seen:
     """(direction, collective) -> bytes: what the diff says of all ranks, and what this rank's group counted."""
     counted, counter = counting_mesh(mesh)
     world, rank = (1, 0) if replicated else (mesh.size(), mesh.get_local_rank())

@@ -506,7 +506,7 @@ def test_dropout_and_batch_norm_follow_the_mode_after_capture(
 def hook_calls(mesh: DeviceMesh) -> list[int]:
     model = MODELS["hooked"].make()
     assert isinstance(model, Hooked)
-    sharded = autoshard(model, mesh)
+    sharded = autoshard(model, mesh, "paired")
     sharded(dense(4, 1, 5))
     restored = unshard(sharded)
     restored(dense(4, 1, 5))
@@ -520,7 +520,7 @@ def test_hooks_fire_once_a_call_sharded_and_after_unshard(pool: Pool) -> None:
 def identity_of_model(mesh: DeviceMesh) -> bool:
     model = MODELS["dict"].make()
     parts = dict(model.named_modules())
-    sharded = autoshard(model, mesh)
+    sharded = autoshard(model, mesh, "paired")
     return (
         sharded is model
         and all(parts[path] is module for path, module in sharded.named_modules())

@@ -31,7 +31,7 @@ def compiled_steps(mesh: DeviceMesh, name: str, examples: bool, sizes: list[int]
     world, rank = mesh.size(), mesh.get_local_rank()
     original = case.make()
     example = case.split(world, 3, 0)[0][rank] if examples else None
-    sharded = autoshard(copy.deepcopy(original), mesh, example_inputs=example)
+    sharded = autoshard(copy.deepcopy(original), mesh, "paired", example_inputs=example)
     run = torch.compile(sharded, fullgraph=True)
     counters, graphs, worst = torch._dynamo.utils.counters, [], 0.0
     for step, rows in enumerate(sizes):
@@ -55,7 +55,9 @@ def compiled_steps(mesh: DeviceMesh, name: str, examples: bool, sizes: list[int]
 
 def collectives_of_two_calls(mesh: DeviceMesh) -> list[list[str]]:
     counted, counter = counting_mesh(mesh)
-    run = torch.compile(autoshard(torch.nn.Linear(5, 4), counted, ragged=True), backend="aot_eager", fullgraph=True)
+    run = torch.compile(
+        autoshard(torch.nn.Linear(5, 4), counted, "paired", ragged=True), backend="aot_eager", fullgraph=True
+    )
     calls = []
     for _ in range(2):
         with counter.counting() as made:

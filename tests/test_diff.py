@@ -299,7 +299,7 @@ def test_colours_are_for_a_terminal_only(pool: Pool, monkeypatch: pytest.MonkeyP
 
 
 def same_through_compile(mesh: DeviceMesh) -> tuple[bool, bool]:
-    sharded = autoshard(MODELS["mlp"].make(), mesh)
+    sharded = autoshard(MODELS["mlp"].make(), mesh, "paired")
     compiled = torch.compile(sharded, backend="eager")
     return graph_diff(compiled) is graph_diff(sharded), sharding_plan(compiled) is sharding_plan(sharded)
 

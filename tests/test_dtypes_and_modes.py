@@ -112,7 +112,7 @@ def make(way: Way, mesh: DeviceMesh) -> tuple[nn.Module, nn.Module]:
     example = batches(world, 0, way.dtype)[0][rank] if way.examples else None
     if not way.freeze_later:
         freeze(sharded, way.frozen)
-    sharded = autoshard(sharded, mesh, example_inputs=example)
+    sharded = autoshard(sharded, mesh, "colwise", example_inputs=example)
     freeze(original, way.frozen)
     freeze(sharded, way.frozen)
     return (original, sharded) if way.later is None else (original.to(way.later), sharded.to(way.later))
@@ -229,8 +229,8 @@ def linear_in_autocast(mesh: DeviceMesh) -> tuple[torch.dtype, torch.dtype, bool
     x = torch.randn(ROWS * world, 5)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         expected = layer(x).chunk(world)[rank]
-        out = autoshard(layer, mesh)(x.chunk(world)[rank])
-        looked_up = autoshard(table, mesh)(torch.arange(4))
+        out = autoshard(layer, mesh, "colwise")(x.chunk(world)[rank])
+        looked_up = autoshard(table, mesh, "colwise")(torch.arange(4))
     return out.dtype, looked_up.dtype, relative(expected, out) <= 2**-7
 
 
@@ -341,7 +341,7 @@ class Pretrained(nn.Module):
 def pretrained(mesh: DeviceMesh, freeze: bool) -> tuple[bool, bool, bool]:
     """Are the outputs equal, does an output require a gradient, are the gradients equal?"""
     world, rank = mesh.size(), mesh.get_local_rank()
-    original, sharded = Pretrained(freeze), autoshard(Pretrained(freeze), mesh, gradient_reduction="sum")
+    original, sharded = Pretrained(freeze), autoshard(Pretrained(freeze), mesh, "colwise", gradient_reduction="sum")
     everything = ids(ROWS * world, 1, 17, 3)
     expected, got = original(everything), sharded(everything.chunk(world)[rank])
     equal = torch.equal(expected.chunk(world)[rank], got)
@@ -392,6 +392,7 @@ def twice(mesh: DeviceMesh, of: str, ragged: bool, examples: bool) -> float:
     sharded = autoshard(
         copy.deepcopy(original),
         mesh,
+        "colwise",
         gradient_reduction="sum",
         ragged=ragged,
         example_inputs=part if examples else None,
@@ -417,7 +418,7 @@ def test_a_gradient_penalty_has_its_gradient(pool: Pool, of: str, ragged: bool, 
 
 
 def twice_through_a_bag(mesh: DeviceMesh) -> None:
-    model = autoshard(nn.EmbeddingBag(17, 7, mode="sum"), mesh)
+    model = autoshard(nn.EmbeddingBag(17, 7, mode="sum"), mesh, "colwise")
     weights = torch.ones(2, 3, requires_grad=True)
     out = model(ids(2, 1, 17, 3), per_sample_weights=weights)
     (gradient,) = torch.autograd.grad(out.pow(2).sum(), weights, create_graph=True)

@@ -36,7 +36,7 @@ def lookups_bit_equal(mesh: DeviceMesh, kind: str) -> bool:
     whole = table.clone().requires_grad_()
     expected = F.embedding(ids, whole) if kind == "embedding" else F.embedding_bag(ids, whole, mode=kind)
     (expected * up).sum().backward()
-    sharded = autoshard(layer, mesh, gradient_reduction="sum")
+    sharded = autoshard(layer, mesh, "paired", gradient_reduction="sum")
     rows = slice(3 * rank, 3 * rank + 3)
     out = sharded(ids[rows])
     (out * up[rows]).sum().backward()
@@ -108,7 +108,7 @@ def test_replicated_inputs_compute_what_one_process_does(pool: Pool, model: str)
 def names_and_values(mesh: DeviceMesh, name: str) -> tuple[bool, bool, bool]:
     model = MODELS[name].make()
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    sharded = autoshard(model, mesh)
+    sharded = autoshard(model, mesh, "paired")
     state = sharded.state_dict()
     same_names = list(state) == list(before)
     whole = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
@@ -125,7 +125,7 @@ def test_names_and_exact_values_survive_sharding_and_unsharding(pool: Pool, mode
 
 
 def text_hash(mesh: DeviceMesh, name: str) -> str:
-    model = autoshard(MODELS[name].make(), mesh)
+    model = autoshard(MODELS[name].make(), mesh, "paired")
     text = "\n".join([*graph_diff(model).lines(), sharding_plan(model).to_json()])
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -138,7 +138,7 @@ def test_every_rank_has_the_same_graph_text(pool: Pool, model: str) -> None:
 def initialised_on_meta(mesh: DeviceMesh) -> list[Any]:
     with torch.device("meta"):
         model = nn.Sequential(nn.Embedding(400, 6), nn.Linear(6, 5), nn.BatchNorm1d(5))
-    sharded = autoshard(model, mesh)
+    sharded = autoshard(model, mesh, "paired")
     state = sharded.state_dict()
     whole = {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in state.items()}
     largest = max(v.to_local().numel() for name, v in state.items() if isinstance(v, DTensor) and name == "0.weight")
@@ -158,7 +158,7 @@ def test_a_meta_model_is_initialised_shard_by_shard(pool: Pool) -> None:
 
 
 def view_of(mesh: DeviceMesh) -> tuple[int, ...]:
-    model = autoshard(nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 5)), mesh)
+    model = autoshard(nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 5)), mesh, "paired")
     out: Tensor = model(torch.arange(4).view(2, 2))
     return tuple(out.view(-1).shape)
 

@@ -49,13 +49,13 @@ def unknown_plan(mesh: DeviceMesh) -> None:
 
 
 def two_dimensional_mesh(mesh: DeviceMesh) -> None:
-    autoshard(tower(), DeviceMesh("cpu", [[0, 1], [2, 3]]))
+    autoshard(tower(), DeviceMesh("cpu", [[0, 1], [2, 3]]), "colwise")
 
 
 def descending_mesh(mesh: DeviceMesh) -> None:
     """As on a torch that makes no group in this order."""
     with mock.patch("autoshard.mesh.can_order_groups", lambda: False):
-        autoshard(tower(), DeviceMesh("cpu", [3, 2, 1, 0]))
+        autoshard(tower(), DeviceMesh("cpu", [3, 2, 1, 0]), "colwise")
 
 
 def plan_differs(mesh: DeviceMesh) -> None:
@@ -63,7 +63,7 @@ def plan_differs(mesh: DeviceMesh) -> None:
 
 
 def model_differs(mesh: DeviceMesh) -> None:
-    autoshard(tower(width=8 if mesh.get_local_rank() == 1 else 6), mesh)
+    autoshard(tower(width=8 if mesh.get_local_rank() == 1 else 6), mesh, "colwise")
 
 
 def one_rank_fails(mesh: DeviceMesh) -> None:
@@ -73,99 +73,99 @@ def one_rank_fails(mesh: DeviceMesh) -> None:
 def integer_weight(mesh: DeviceMesh) -> None:
     model = tower()
     model.table.weight = nn.Parameter(torch.zeros(10, 6, dtype=torch.int32), requires_grad=False)
-    autoshard(model, mesh)
+    autoshard(model, mesh, "colwise")
 
 
 def wrapped(mesh: DeviceMesh) -> None:
-    autoshard(nn.parallel.DistributedDataParallel(tower(), process_group=mesh.get_group()), mesh)
+    autoshard(nn.parallel.DistributedDataParallel(tower(), process_group=mesh.get_group()), mesh, "colwise")
 
 
 def sharded_twice(mesh: DeviceMesh) -> None:
-    autoshard(autoshard(tower(), mesh), mesh)
+    autoshard(autoshard(tower(), mesh, "colwise"), mesh)
 
 
 def has_gradient(mesh: DeviceMesh) -> None:
     model = tower()
     model(torch.arange(3)).sum().backward()
-    autoshard(model, mesh)
+    autoshard(model, mesh, "colwise")
 
 
 def has_hook(mesh: DeviceMesh) -> None:
     model = tower()
     model.table.weight.register_hook(lambda gradient: gradient)
-    autoshard(model, mesh)
+    autoshard(model, mesh, "colwise")
 
 
 def no_module(mesh: DeviceMesh) -> None:
-    autoshard(torch.sin, mesh)  # type: ignore[type-var]  # on purpose
+    autoshard(torch.sin, mesh, "colwise")  # type: ignore[type-var]  # on purpose
 
 
 def other_placement(mesh: DeviceMesh) -> None:
     from torch.distributed.tensor import Shard
 
-    autoshard(tower(), mesh, input_placement=Shard(1))
+    autoshard(tower(), mesh, "colwise", input_placement=Shard(1))
 
 
 def other_reduction(mesh: DeviceMesh) -> None:
-    autoshard(tower(), mesh, gradient_reduction="max")
+    autoshard(tower(), mesh, "colwise", gradient_reduction="max")
 
 
 def other_exchange_dtype(mesh: DeviceMesh) -> None:
-    autoshard(tower(), mesh, exchange_dtype=(torch.bfloat16, torch.int8))
+    autoshard(tower(), mesh, "colwise", exchange_dtype=(torch.bfloat16, torch.int8))
 
 
 def three_exchange_dtypes(mesh: DeviceMesh) -> None:
-    autoshard(tower(), mesh, exchange_dtype=(None, None, None))  # type: ignore[arg-type]  # on purpose
+    autoshard(tower(), mesh, "colwise", exchange_dtype=(None, None, None))  # type: ignore[arg-type]  # on purpose
 
 
 def id_out_of_range(mesh: DeviceMesh) -> None:
-    model = autoshard(tower(), mesh)
+    model = autoshard(tower(), mesh, "colwise")
     model(torch.tensor([1, 10 if mesh.get_local_rank() == 1 else 9, 3]))
 
 
 def negative_id(mesh: DeviceMesh) -> None:
-    model = autoshard(tower(), mesh)
+    model = autoshard(tower(), mesh, "colwise")
     model(torch.tensor([1, -1 if mesh.get_local_rank() == 0 else 9, 3]))
 
 
 def sizes_differ(mesh: DeviceMesh) -> None:
-    model = autoshard(tower(), mesh)
+    model = autoshard(tower(), mesh, "colwise")
     model(torch.arange(3 + mesh.get_local_rank()))
 
 
 def replicated_sizes_differ(mesh: DeviceMesh) -> None:
-    model = autoshard(tower(), mesh, input_placement=Replicate())
+    model = autoshard(tower(), mesh, "colwise", input_placement=Replicate())
     model(torch.arange(3 + mesh.get_local_rank()))
 
 
 def float_ids(mesh: DeviceMesh) -> None:
-    autoshard(tower(), mesh)(torch.ones(3))
+    autoshard(tower(), mesh, "colwise")(torch.ones(3))
 
 
 def dtypes_differ(mesh: DeviceMesh) -> None:
     ids = torch.arange(3)
-    autoshard(tower(), mesh)(ids.double() if mesh.get_local_rank() == 1 else ids)
+    autoshard(tower(), mesh, "colwise")(ids.double() if mesh.get_local_rank() == 1 else ids)
 
 
 def old_optimizer(mesh: DeviceMesh) -> None:
     model = tower()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    autoshard(model, mesh)
+    autoshard(model, mesh, "colwise")
     optimizer.step()
 
 
 def offsets_do_not_ascend(mesh: DeviceMesh) -> None:
-    bag = autoshard(nn.EmbeddingBag(10, 6), mesh)
+    bag = autoshard(nn.EmbeddingBag(10, 6), mesh, "colwise")
     bag(torch.arange(4), torch.tensor([0, 3, 1] if mesh.get_local_rank() == 1 else [0, 1, 3]))
 
 
 def offsets_overrun(mesh: DeviceMesh) -> None:
-    bag = autoshard(nn.EmbeddingBag(10, 6), mesh, ragged=True)
+    bag = autoshard(nn.EmbeddingBag(10, 6), mesh, "colwise", ragged=True)
     bag(torch.arange(4), torch.tensor([0, 5] if mesh.get_local_rank() == 1 else [0, 1]))
 
 
 def unsuitable_examples(mesh: DeviceMesh) -> None:
-    autoshard(tower(), mesh, example_inputs=(torch.arange(3), torch.arange(3)))
+    autoshard(tower(), mesh, "colwise", example_inputs=(torch.arange(3), torch.arange(3)))
 
 
 def no_sharded_model(mesh: DeviceMesh) -> None:

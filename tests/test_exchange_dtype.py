@@ -163,7 +163,9 @@ def bytes_of(mesh: DeviceMesh, wire: Any, replicated: bool) -> dict[str, tuple[f
     place = 0 if replicated else mesh.get_local_rank()
     inputs = batch(place, ROWS)
     placement = Replicate() if replicated else Shard(0)
-    model = autoshard(Layers(), counted, example_inputs=inputs, input_placement=placement, exchange_dtype=wire)
+    model = autoshard(
+        Layers(), counted, "paired", example_inputs=inputs, input_placement=placement, exchange_dtype=wire
+    )
     expressions = {way: graph_diff(model).bytes(way) for way in (FORWARD, BACKWARD)}
     # x and ids have a batch dimension each.
     said = {way: float(e.subs(dict.fromkeys(e.free_symbols, ROWS))) for way, e in expressions.items()}
@@ -224,7 +226,7 @@ def losses(mesh: DeviceMesh, wire: Any, steps: int) -> list[tuple[float, float]]
     log = dlrm.make_click_log(1000, 4 * world * rows, 0).to(torch.device("cpu"), torch.float32)
     torch.manual_seed(0)
     single = dlrm.DLRM(1000, 16)
-    sharded = autoshard(copy.deepcopy(single), mesh, exchange_dtype=wire)
+    sharded = autoshard(copy.deepcopy(single), mesh, "paired", exchange_dtype=wire)
     optimizers = [torch.optim.Adagrad(model.parameters(), lr=0.01) for model in (single, sharded)]
     found = []
     for step in range(steps):

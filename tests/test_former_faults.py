@@ -36,7 +36,7 @@ def look_up_ids_beyond(mesh: DeviceMesh, first: int, dtype: torch.dtype) -> Tens
     weight = torch.zeros(first + 8, 2, dtype=dtype)
     weight[first:] = torch.arange(8).unsqueeze(1)
     table = nn.EmbeddingBag.from_pretrained(weight, mode="sum")
-    model = autoshard(table, mesh)
+    model = autoshard(table, mesh, "colwise")
     ids = torch.arange(first, first + 8)
     with torch.no_grad():
         out: Tensor = model(ids, torch.arange(8), torch.ones(8, dtype=dtype))
@@ -77,7 +77,7 @@ def step_with_max_norm(mesh: DeviceMesh, rows: int) -> tuple[Tensor, Tensor, lis
     """Before and after a forward: the table; what the norms' collective carries; is the weight still the leaf?"""
     counted, group = counting_mesh(mesh)
     torch.manual_seed(0)
-    model = autoshard(nn.Embedding(rows, 6, max_norm=1.0), counted)
+    model = autoshard(nn.Embedding(rows, 6, max_norm=1.0), counted, "colwise")
     before = model.weight.full_tensor().detach().clone()
     with group.counting() as calls:
         model(torch.tensor([3, 3, 5])).sum().backward()
@@ -110,7 +110,7 @@ def test_fault_06_outputs_can_be_viewed(pool: Pool) -> None:
 
 def frequencies(mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
     """The gradient of a table whose gradients are divided by how often an id occurs, and what it must be."""
-    model = autoshard(nn.Embedding(4, 6, scale_grad_by_freq=True), mesh, gradient_reduction="sum")
+    model = autoshard(nn.Embedding(4, 6, scale_grad_by_freq=True), mesh, "colwise", gradient_reduction="sum")
     model(torch.tensor([0, 1, 1])).sum().backward()
     # Every id's gradients are as many ones as it occurs times on all ranks.
     return model.weight.grad.full_tensor(), torch.tensor([1.0, 1.0, 0.0, 0.0]).unsqueeze(1).expand(4, 6)
@@ -131,7 +131,7 @@ def test_fault_07_frequencies_sparse_gradients_and_a_tail_are_taken(pool: Pool) 
 
 def look_up_a_bad_id(mesh: DeviceMesh, bad: int, bags: bool) -> None:
     layer = nn.EmbeddingBag(10, 6) if bags else nn.Embedding(10, 6)
-    model = autoshard(nn.Sequential(layer), mesh)
+    model = autoshard(nn.Sequential(layer), mesh, "colwise")
     ids = torch.full((2, 3), bad if mesh.get_local_rank() == 1 else 0)
     model(ids)
 
@@ -157,7 +157,7 @@ def lookups_in_one_graph(mesh: DeviceMesh) -> tuple[int, int, list[str]]:
         graphs.append(graph)
         return graph
 
-    model = torch.compile(autoshard(nn.EmbeddingBag(10, 6, mode="sum"), mesh), backend=keep, fullgraph=True)
+    model = torch.compile(autoshard(nn.EmbeddingBag(10, 6, mode="sum"), mesh, "colwise"), backend=keep, fullgraph=True)
     for _ in range(2):
         model(torch.tensor([[1, 2], [3, 3]]), per_sample_weights=torch.ones(2, 2)).sum().backward()
     targets = [node.target for graph in graphs for node in graph.graph.nodes]

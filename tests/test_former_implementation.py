@@ -86,7 +86,7 @@ def former(mesh: DeviceMesh, case: Case) -> Found:
 
 
 def ours(mesh: DeviceMesh, case: Case) -> Found:
-    model = autoshard(make_model(case), mesh, gradient_reduction="sum")
+    model = autoshard(make_model(case), mesh, "colwise", gradient_reduction="sum")
     batch = whole_numbers(case, mesh.get_local_rank())
     arguments = batch.arguments[: 1 if case.op == EMBEDDING else 3]
     out = model(*arguments)

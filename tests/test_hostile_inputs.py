@@ -181,7 +181,7 @@ OURS: dict[str, Use] = {
 def autosharded(layer: nn.Module, mesh: DeviceMesh, how: str) -> nn.Module:
     """In a module, so that the errors have a path to name."""
     placement = Replicate() if how == "replicated" else Shard(0)
-    return autoshard(_Named(layer), mesh, input_placement=placement, ragged=how == "ragged")
+    return autoshard(_Named(layer), mesh, "colwise", input_placement=placement, ragged=how == "ragged")
 
 
 class _Named(nn.Module):
@@ -261,7 +261,7 @@ def test_what_torch_refuses_is_its_error_on_all_ranks(pool: Pool, name: str) -> 
 
 def sparse_frequencies(mesh: DeviceMesh | None) -> None:
     layer = embedding(sparse=True, scale_grad_by_freq=True)
-    out: Tensor = (layer if mesh is None else autoshard(layer, mesh))(FOUR)
+    out: Tensor = (layer if mesh is None else autoshard(layer, mesh, "colwise"))(FOUR)
     out.sum().backward()
 
 
@@ -273,7 +273,7 @@ def test_sparse_gradients_by_frequency_are_torchs_error_on_all_ranks(pool: Pool)
 
 
 def look_up_compiled(mesh: DeviceMesh, bad: int, bags: bool) -> None:
-    model = torch.compile(autoshard(sums() if bags else embedding(), mesh), backend="aot_eager")
+    model = torch.compile(autoshard(sums() if bags else embedding(), mesh, "colwise"), backend="aot_eager")
     model(torch.full((2, 3), bad if mesh.get_local_rank() == 1 else 0))
 
 
@@ -329,7 +329,7 @@ def odd_numbers(mesh: DeviceMesh, kind: str) -> tuple[Tensor, Tensor, Tensor, Te
     batch = torch.arange(4 * world).view(-1, 4).repeat(2, 1) % ROWS
     everything = F.one_hot(batch.sum(1) % ROWS, ROWS).float() if kind == "linear" else batch
     original = copy.deepcopy(layer)
-    out = autoshard(layer, mesh)(everything.chunk(world)[rank])
+    out = autoshard(layer, mesh, "colwise")(everything.chunk(world)[rank])
     expected = original(everything).chunk(world)[rank]
     weight = layer.get_parameter("weight")
     assert isinstance(weight, DTensor)
@@ -352,7 +352,7 @@ def empty_table(mesh: DeviceMesh) -> list[tuple[int, ...]]:
         (nn.Embedding(0, COLUMNS), (NONE,)),
         (nn.EmbeddingBag(0, COLUMNS, mode="sum"), (NONE, ids(0, 0, 0))),
     ):
-        model = autoshard(layer, mesh)
+        model = autoshard(layer, mesh, "colwise")
         out = model(*args)
         out.sum().backward()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -369,7 +369,7 @@ def test_a_table_without_rows_has_results_without_ids(pool: Pool) -> None:
 def test_a_table_of_billions_of_rows_has_a_plan_and_a_graph(rows: int) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.EmbeddingBag(rows, 8, mode="sum", max_norm=1.0), nn.Linear(8, 3))
-    prepared = prepare(model, "auto", None, Settings("none", 4, Shard(0), "mean", False))
+    prepared = prepare(model, "paired", None, Settings("none", 4, Shard(0), "mean", False))
     row = prepared.plan.row("0.weight")
     assert (row.strategy, row.shape, row.sizes(4)) == ("colwise", (rows, 8), [2, 2, 2, 2])
     assert f"weight ({rows}, 8) -> ({rows}, 2) per rank" in str(prepared.diff.edits[0].shapes)

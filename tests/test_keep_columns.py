@@ -134,8 +134,8 @@ def test_kept_columns_compute_what_one_process_does(pool: Pool, world_size: int,
         setting
         for name in CASES
         for setting in (
-            Setting(name, plan="auto", examples=examples, reduction="sum" if examples else "mean"),
-            Setting(name, plan="auto", examples=examples, replicated=True, optimizer="adam", rows=4),
+            Setting(name, plan="paired", examples=examples, reduction="sum" if examples else "mean"),
+            Setting(name, plan="paired", examples=examples, replicated=True, optimizer="adam", rows=4),
         )
     ]
     found = pool.run(train, settings, world_size=world_size, timeout=600)
@@ -147,20 +147,20 @@ def test_kept_columns_compute_what_one_process_does(pool: Pool, world_size: int,
 
 @pytest.mark.slow
 def test_adam_and_sums_train_as_in_one_process(pool: Pool) -> None:
-    settings = [Setting(name, plan="auto", optimizer="adam", reduction="sum") for name in CASES]
+    settings = [Setting(name, plan="paired", optimizer="adam", reduction="sum") for name in CASES]
     require_all_equal(pool.run(train, settings, world_size=3, timeout=600))
 
 
 @pytest.mark.parametrize("name", ["mlp", *(pytest.param(n, marks=pytest.mark.slow) for n in CASES if n != "mlp")])
 def test_kept_columns_compile_to_one_graph(pool: Pool, name: str) -> None:
-    settings = [Setting(name, plan="auto", backend="aot_eager")]
+    settings = [Setting(name, plan="paired", backend="aot_eager")]
     require_all_equal(pool.run(train, settings, world_size=3, fresh_dynamo=True, timeout=180))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gated", "spelled"])
 def test_inductor_compiles_kept_columns(pool: Pool, name: str) -> None:
-    settings = [Setting(name, plan="auto", backend="inductor", replicated=placed) for placed in (False, True)]
+    settings = [Setting(name, plan="paired", backend="inductor", replicated=placed) for placed in (False, True)]
     require_all_equal(pool.run(train, settings, world_size=2, fresh_dynamo=True, timeout=600))
 
 
@@ -168,7 +168,7 @@ def kept_in(mesh: DeviceMesh, name: str, examples: bool, replicated: bool) -> li
     case = CASES[name]
     placement = Replicate() if replicated else Shard(0)
     example = case.one_batch() if examples else None
-    return stays(autoshard(case.make(), mesh, example_inputs=example, input_placement=placement))
+    return stays(autoshard(case.make(), mesh, "paired", example_inputs=example, input_placement=placement))
 
 
 @pytest.mark.parametrize("examples", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -253,7 +253,7 @@ def test_what_mixes_columns_or_needs_rows_is_given_rows(pool: Pool, work: str) -
         require_equal([result])
         assert kept == []
         assert result.strategies["second.weight"] == "rowwise"
-    (_, kept), *_ = pool.run(train_between, work, Setting(work, plan="auto", rows=rows), world_size=world_size)
+    (_, kept), *_ = pool.run(train_between, work, Setting(work, plan="paired", rows=rows), world_size=world_size)
     assert kept == []
 
 
@@ -288,7 +288,7 @@ def test_values_of_which_it_is_not_known_that_they_are_of_one_shape_are_given_ro
 
 
 def test_ragged_batches_are_given_rows(pool: Pool) -> None:
-    settings = [Setting("mlp", plan=plan, ragged=True) for plan in ("auto", {"2.weight": "rowwise", "*": "colwise"})]
+    settings = [Setting("mlp", plan=plan, ragged=True) for plan in ("paired", {"2.weight": "rowwise", "*": "colwise"})]
     found = pool.run(train, settings, world_size=3, timeout=120)
     require_all_equal(found)
     assert [result.strategies["2.weight"] for result in found[0]] == ["colwise", "rowwise"]
@@ -309,7 +309,7 @@ def one_row(mesh: DeviceMesh, replicated: bool, cast: bool) -> tuple[bool, float
     """Whether the dtype is that of one process, the relative difference, and how often columns stay."""
     torch.manual_seed(0)
     model = OneRow()
-    sharded = autoshard(copy.deepcopy(model), mesh, input_placement=Replicate() if replicated else Shard(0))
+    sharded = autoshard(copy.deepcopy(model), mesh, "paired", input_placement=Replicate() if replicated else Shard(0))
     x = torch.randn(2, 5) + (0 if replicated else mesh.get_local_rank())
     with torch.autocast("cpu", torch.bfloat16, enabled=cast):
         expected, got = model(x), sharded(x)
@@ -342,9 +342,9 @@ def train_dropping(mesh: DeviceMesh, settings: list[Setting]) -> list[Result]:
 @pytest.mark.parametrize("examples", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_dropout_on_columns_is_exact_where_inputs_are_replicated_and_in_evaluation(pool: Pool, examples: bool) -> None:
     settings = [
-        Setting("dropping", plan="auto", examples=examples, replicated=True, by_rank=True, backend=None),
-        Setting("dropping", plan="auto", examples=examples, training=False),
-        Setting("dropping", plan="auto", examples=examples, training=False, replicated=True),
+        Setting("dropping", plan="paired", examples=examples, replicated=True, by_rank=True, backend=None),
+        Setting("dropping", plan="paired", examples=examples, training=False),
+        Setting("dropping", plan="paired", examples=examples, training=False, replicated=True),
     ]
     require_all_equal(pool.run(train_dropping, settings, world_size=3, timeout=120))
 
@@ -356,7 +356,7 @@ def masks(mesh: DeviceMesh, seed_by_rank: bool, backend: str | None) -> tuple[Te
     for layer in (model[0], model[2]):
         layer.weight.data = torch.eye(width)
     model[0].bias.data.zero_()
-    sharded = autoshard(model, mesh)
+    sharded = autoshard(model, mesh, "paired")
     run = sharded if backend is None else torch.compile(sharded, backend=backend, fullgraph=True)
     torch.manual_seed(mesh.get_local_rank() if seed_by_rank else 0)
     x = torch.ones(16, width, requires_grad=True)
@@ -388,7 +388,7 @@ def counts(mesh: DeviceMesh, replicated: bool, needs_gradient: bool) -> tuple[li
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024))
     x, placement = torch.randn(4, 1024), Replicate() if replicated else Shard(0)
-    sharded = autoshard(copy.deepcopy(model), counted, input_placement=placement)
+    sharded = autoshard(copy.deepcopy(model), counted, "paired", input_placement=placement)
     runs: list[Any] = [torch.compile(sharded, backend="aot_eager", fullgraph=True)]
     if replicated:
         runs.append(parallelize_module(model, counted, {"0": ColwiseParallel(), "2": RowwiseParallel()}))

@@ -197,7 +197,7 @@ def test_lookups_that_wait_for_another_are_not_sent_with_it(pool: Pool) -> None:
 def collectives_of(mesh: DeviceMesh, make: str, arguments: tuple[Any, ...], backend: str | None) -> list[Counter[str]]:
     """Forward and backward."""
     counted, counter = counting_mesh(mesh)
-    model = autoshard(globals()[make](*arguments).double(), counted)
+    model = autoshard(globals()[make](*arguments).double(), counted, "paired")
     inputs = (dense(4, 0, 5), ids(4, 1, 11, 3)) if make == "Mixed" else (ids(4, 0, 11, arguments[0]),)
     run: Any = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
     with counter.counting() as forward:
@@ -233,7 +233,9 @@ def test_inputs_of_several_kinds_take_a_gather_for_each_dtype(pool: Pool) -> Non
 
 
 def edits_of(mesh: DeviceMesh, name: str) -> list[str]:
-    return [edit.what for edit in graph_diff(autoshard(CASES[name].make(), mesh)).edits if edit.op == "collective"]
+    return [
+        edit.what for edit in graph_diff(autoshard(CASES[name].make(), mesh, "paired")).edits if edit.op == "collective"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -290,7 +292,7 @@ def train_tasks(mesh: DeviceMesh, by_rank: list[list[int]]) -> tuple[list[str], 
     *parts, everything = batch_of_tasks(mesh.size())
     torch.manual_seed(0)
     original = Tasks().double()
-    sharded = autoshard(copy.deepcopy(original), mesh, gradient_reduction="sum")
+    sharded = autoshard(copy.deepcopy(original), mesh, "paired", gradient_reduction="sum")
     outputs, expected = sharded(*parts[rank]), original(*everything)
     for task in range(2):
         rows = [
@@ -322,7 +324,7 @@ def train_ranks_apart(mesh: DeviceMesh) -> tuple[list[str], float]:
     *parts, everything = batch_of_tasks(2)
     torch.manual_seed(0)
     original = Tasks().double()
-    sharded = autoshard(copy.deepcopy(original), mesh, gradient_reduction="sum")
+    sharded = autoshard(copy.deepcopy(original), mesh, "paired", gradient_reduction="sum")
     outputs, expected = sharded(*parts[rank]), original(*everything)
     sum(out.square().sum() for out in outputs[rank:]).backward()
     (expected[0].chunk(2)[0].square().sum() + expected[1].square().sum()).backward()

@@ -135,7 +135,8 @@ def test_a_reason_tells_the_columns_of_a_rank(world_size: int, each: int, ladder
 
 
 def test_a_reason_names_the_part_of_the_plan_that_it_follows() -> None:
-    assert plan_for("mlp", "auto").row("0.weight").reason.startswith('plan "auto"')
+    for name in ("auto", "paired"):
+        assert plan_for("mlp", name).row("0.weight").reason.startswith(f'plan "{name}"')
     assert plan_for("mlp", "colwise").row("0.weight").reason.startswith('plan "colwise"')
     plan = plan_for("mlp", {"0.*": "colwise", "2.*": "replicate"})
     assert plan.row("0.weight").reason.startswith("plan '0.*'")
@@ -342,7 +343,7 @@ def test_names_with_brackets_and_case_are_not_taken_for_others() -> None:
 @pytest.mark.parametrize(
     ("spec", "parts"),
     [
-        ("rowwise", ["plan", "'rowwise'", "auto, colwise"]),
+        ("rowwise", ["plan", "'rowwise'", "auto, colwise, paired"]),
         ({"0.weight": "diagonal"}, ["'0.weight'", "'diagonal'", "colwise, rowwise, replicate"]),
         ({"5.*": "colwise"}, ["'5.*'", "matches no parameter", "0.weight, 0.bias"]),
         ({"*": "colwise", "5.*": "replicate"}, ["'5.*'", "matches no parameter"]),
@@ -412,24 +413,24 @@ def test_a_rowwise_glob_covers_what_cannot_be_sharded() -> None:
     assert "attention" in plan.row("attention.out_proj.weight").reason
 
 
-def automatic(model: nn.Module, world_size: int = 2) -> list[str]:
+def paired(model: nn.Module, world_size: int = 2) -> list[str]:
     found = capture(model)
     for region in found.regions:
         normalize(region.graph)
-    rows = plan_of(model, "auto", world_size, found).rows
+    rows = plan_of(model, "paired", world_size, found).rows
     return [row.strategy for row in rows if row.parameter.endswith("weight")]
 
 
-def test_the_automatic_plan_takes_every_other_linear_of_a_chain_rowwise() -> None:
+def test_the_paired_plan_takes_every_other_linear_of_a_chain_rowwise() -> None:
     layers = [layer for _ in range(5) for layer in (nn.Linear(6, 6), nn.ReLU())]
-    assert automatic(nn.Sequential(*layers)) == ["colwise", "rowwise", "colwise", "rowwise", "colwise"]
+    assert paired(nn.Sequential(*layers)) == ["colwise", "rowwise", "colwise", "rowwise", "colwise"]
     model = nn.Sequential(nn.EmbeddingBag(9, 6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 6))
-    assert automatic(model) == ["colwise", "rowwise", "colwise", "rowwise"]
+    assert paired(model) == ["colwise", "rowwise", "colwise", "rowwise"]
 
 
-def test_the_automatic_plan_does_not_scatter_more_than_it_saves() -> None:
-    assert automatic(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 10)), 4) == ["colwise", "rowwise"]
-    assert automatic(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 11)), 4) == ["colwise", "colwise"]
+def test_the_paired_plan_does_not_scatter_more_than_it_saves() -> None:
+    assert paired(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 10)), 4) == ["colwise", "rowwise"]
+    assert paired(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 11)), 4) == ["colwise", "colwise"]
 
 
 class BehindTied(nn.Module):
@@ -444,15 +445,15 @@ class BehindTied(nn.Module):
         return self.last(torch.relu(self.head(self.table(ids))))
 
 
-def test_the_automatic_plan_keeps_no_bias_whole_that_others_have_sharded() -> None:
+def test_the_paired_plan_keeps_no_bias_whole_that_others_have_sharded() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.Linear(6, 6))
-    assert automatic(model) == ["colwise", "rowwise", "colwise"]
+    assert paired(model) == ["colwise", "rowwise", "colwise"]
     model[2].bias = model[3].bias
-    assert automatic(model) == ["colwise", "colwise", "colwise"]
+    assert paired(model) == ["colwise", "colwise", "colwise"]
 
 
-def test_the_automatic_plan_gives_rows_to_what_follows_a_tied_linear() -> None:
-    assert automatic(BehindTied()) == ["colwise", "colwise"]
+def test_the_paired_plan_gives_rows_to_what_follows_a_tied_linear() -> None:
+    assert paired(BehindTied()) == ["colwise", "colwise"]
 
 
 class UsedTwice(nn.Module):
@@ -470,8 +471,8 @@ class UsedTwice(nn.Module):
 
 
 @pytest.mark.parametrize(("twice", "strategy"), [("no", "rowwise"), ("input", "colwise"), ("itself", "colwise")])
-def test_the_automatic_plan_asks_that_all_uses_of_a_weight_take_columns(twice: str, strategy: str) -> None:
-    assert automatic(UsedTwice(twice)) == ["colwise", strategy]
+def test_the_paired_plan_asks_that_all_uses_of_a_weight_take_columns(twice: str, strategy: str) -> None:
+    assert paired(UsedTwice(twice)) == ["colwise", strategy]
 
 
 # ---------------------------------------------------------------- a plan as a plan

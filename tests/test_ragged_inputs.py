@@ -109,7 +109,7 @@ def look_up_tied(mesh: DeviceMesh) -> list[Tensor]:
     model = TiedTowers()
     users, items = torch.arange(3 + rank), torch.arange(2)
     expected = model(users, items)
-    return [expected.detach(), autoshard(model, mesh, ragged=["items.weight"])(users, items).detach()]
+    return [expected.detach(), autoshard(model, mesh, "paired", ragged=["items.weight"])(users, items).detach()]
 
 
 def test_a_glob_for_one_name_of_a_tied_weight_is_for_all_its_sites(pool: Pool) -> None:
@@ -118,7 +118,7 @@ def test_a_glob_for_one_name_of_a_tied_weight_is_for_all_its_sites(pool: Pool) -
 
 
 def bad_globs(mesh: DeviceMesh, ragged: Any) -> None:
-    autoshard(TOWERS.make(), mesh, ragged=ragged)
+    autoshard(TOWERS.make(), mesh, "paired", ragged=ragged)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_globs_that_match_nothing_are_an_error(pool: Pool, ragged: Collection[st
 
 
 def uneven_items(mesh: DeviceMesh) -> None:
-    model = autoshard(TOWERS.make(), mesh, ragged=("history",))
+    model = autoshard(TOWERS.make(), mesh, "paired", ragged=("history",))
     rank = mesh.get_local_rank()
     model(torch.arange(4), torch.arange(2 + rank), torch.arange(2 + rank))
 

@@ -236,7 +236,7 @@ def train(mesh: DeviceMesh, model: str, sizes: str, backend: str | None, replica
     original = make(model)
     weighted = model == "weighted"
     placement = Replicate() if replicated else Shard(0)
-    sharded = autoshard(copy.deepcopy(original), mesh, input_placement=placement, ragged=not replicated)
+    sharded = autoshard(copy.deepcopy(original), mesh, "colwise", input_placement=placement, ragged=not replicated)
     counter = CompileCounterWithBackend(backend) if backend else None
     run = torch.compile(sharded, backend=counter, fullgraph=True) if counter else sharded
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (original, sharded)]
@@ -316,8 +316,10 @@ def use_once(mesh: DeviceMesh, what: str) -> Any:
     """One way to shard or to call a model."""
     model: Any = make("bags alone" if what == "no key" else "pooled")
     if what == "equal sizes":
-        return autoshard(model, mesh)
-    return autoshard(model, mesh, ragged=True)(KeyedJaggedTensor(["f1"], torch.arange(0), lengths=torch.zeros(2).int()))
+        return autoshard(model, mesh, "colwise")
+    return autoshard(model, mesh, "colwise", ragged=True)(
+        KeyedJaggedTensor(["f1"], torch.arange(0), lengths=torch.zeros(2).int())
+    )
 
 
 @pytest.mark.parametrize(
@@ -337,7 +339,7 @@ def test_errors(pool: Pool, what: str, error: type[Exception], text: str) -> Non
 
 
 def lack_weights(mesh: DeviceMesh) -> None:
-    model = autoshard(make("weighted"), mesh, ragged=True)
+    model = autoshard(make("weighted"), mesh, "colwise", ragged=True)
     model(Batch.draw([3] * mesh.size(), 0).of_rank(mesh.get_local_rank(), weighted=False))
 
 
@@ -350,7 +352,7 @@ def train_deduplicated(mesh: DeviceMesh) -> list[str]:
     """Batches of their own for every feature, expanded by inverse indices."""
     rank, world = mesh.get_local_rank(), mesh.size()
     original = make("bags alone")
-    sharded = autoshard(copy.deepcopy(original), mesh, ragged=True)
+    sharded = autoshard(copy.deepcopy(original), mesh, "colwise", ragged=True)
 
     def features(of: int) -> KeyedJaggedTensor:
         generator = torch.Generator().manual_seed(of)
@@ -385,7 +387,7 @@ def from_meta(mesh: DeviceMesh) -> list[list[float]]:
         return lambda weight: weight.fill_(value)
 
     tables = [EmbeddingBagConfig(ROWS, 5, f"t{i}", feature_names=[f"f{i}"], init_fn=init(i)) for i in (1, 2)]
-    model = autoshard(EmbeddingBagCollection(tables, device=torch.device("meta")), mesh, ragged=True)
+    model = autoshard(EmbeddingBagCollection(tables, device=torch.device("meta")), mesh, "colwise", ragged=True)
     return [whole(p).unique().tolist() for p in model.parameters()]
 
 
@@ -405,10 +407,10 @@ def look_inside(mesh: DeviceMesh) -> dict[str, Any]:
     """Whose code runs, what it is captured with, and whether it goes back."""
     batch = Batch.draw([3] * mesh.size(), 0)
     own = Own(bag_tables())
-    negative = autoshard(copy.deepcopy(own), mesh, ragged=True)(batch.of_rank(mesh.get_local_rank(), False))
+    negative = autoshard(copy.deepcopy(own), mesh, "colwise", ragged=True)(batch.of_rank(mesh.get_local_rank(), False))
     example = (batch.of_all(False),)
     original = make("pooled")
-    sharded = autoshard(copy.deepcopy(original), mesh, example_inputs=example, ragged=True)
+    sharded = autoshard(copy.deepcopy(original), mesh, "colwise", example_inputs=example, ragged=True)
     names = list(dict(sharded.named_parameters()))
     notes = sharding_plan(sharded).notes
     modules = sorted({edit.module for edit in graph_diff(sharded).edits})

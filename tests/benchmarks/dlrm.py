@@ -121,7 +121,7 @@ def _in_cuda_graphs(model: nn.Module) -> Any:
 
 def _autoshard(sizes: DLRM, mesh: DeviceMesh, ready: Callable[[nn.Module], Any]) -> Contender:
     counts, ids, labels = sizes.draw(mesh.get_local_rank())
-    model = autoshard(sizes.model(), mesh, example_inputs=(counts, ids))
+    model = autoshard(sizes.model(), mesh, "paired", example_inputs=(counts, ids))
     run = ready(model)
     return _trained(lambda: run(counts, ids), list(model.parameters()), labels)
 

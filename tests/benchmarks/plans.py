@@ -109,7 +109,7 @@ def plans(shape: Shape, world: int, profile: HardwareProfile) -> dict[str, Any]:
     if shape.tables and shape.mlp:
         found["tables colwise"] = {"tables.*": "colwise", "*": "replicate"}
     if len(shape.mlp) > 1:
-        found["pairs"] = "auto"
+        found["pairs"] = "paired"
     if shape.tables and not shape.replicated and world > 1:
         number = sum(count for count, *_ in shape.tables)
         found["tables on a rank each"] = {

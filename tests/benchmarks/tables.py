@@ -64,7 +64,7 @@ class Tables:
             FLOOR: lambda: bare_lookups(self, ids, mesh)[0],
             **eager_and_compiled("by hand", lambda: ByHand(self, mesh), ids),
             **eager_and_compiled("stacked by hand", lambda: StackedByHand(self, mesh), ids),
-            **eager_and_compiled("autoshard", lambda: autoshard(Plain(self), mesh), ids),
+            **eager_and_compiled("autoshard", lambda: autoshard(Plain(self), mesh, "paired"), ids),
             **peer_torchrec.lookups(self, ids, mesh),
             "former": lambda: _former(self, ids, mesh),
             **eager_and_compiled("dtensor", lambda: OfDTensors(self, mesh), ids),

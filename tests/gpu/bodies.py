@@ -58,7 +58,7 @@ def _beside(
 ) -> float:
     kind, world, rank = mesh.device_type, mesh.size(), mesh.get_local_rank()
     original = original.to(kind)
-    sharded = autoshard(copy.deepcopy(original), mesh)
+    sharded = autoshard(copy.deepcopy(original), mesh, "colwise")
     run = torch.compile(sharded, fullgraph=True) if compiled else sharded
     steppers = [optimizer(m.parameters(), lr=0.1) for m in (original, sharded)]
     worst = 0.0
@@ -101,7 +101,7 @@ class Replayed:
 def replayed_beside_compiled(kind: str, name: str) -> Replayed:
     mesh, case = mesh_of(kind), model_of(name)
     original = case.make().to(kind)
-    plain, graphs = (autoshard(copy.deepcopy(original), mesh) for _ in range(2))
+    plain, graphs = (autoshard(copy.deepcopy(original), mesh, "colwise") for _ in range(2))
     run_plain = torch.compile(plain, fullgraph=True)
     run_graphs = torch.compile(graphs, fullgraph=True, mode="reduce-overhead")
     skipped, gap, calls = counters["inductor"]["cudagraph_skips"], 0.0, {}
@@ -158,7 +158,7 @@ def rows_that_differ_between_ranks(kind: str) -> float:
     mesh = mesh_of(kind)
     torch.manual_seed(0)
     original = nn.Embedding(23, 7).double().to(kind)
-    sharded = autoshard(copy.deepcopy(original), mesh, ragged=True)
+    sharded = autoshard(copy.deepcopy(original), mesh, "colwise", ragged=True)
     ids = torch.arange(mesh.get_local_rank() + 1, device=kind)
     return relative(original(ids).detach(), sharded(ids).detach())
 
@@ -166,7 +166,7 @@ def rows_that_differ_between_ranks(kind: str) -> float:
 def a_bad_id_on_the_last_rank(kind: str) -> str:
     """The error that this rank raises."""
     mesh = mesh_of(kind)
-    sharded = autoshard(nn.Embedding(23, 7).to(kind), mesh)
+    sharded = autoshard(nn.Embedding(23, 7).to(kind), mesh, "colwise")
     last = mesh.get_local_rank() == mesh.size() - 1
     try:
         sharded(torch.tensor([1, 99 if last else 2], device=kind))
@@ -180,7 +180,7 @@ def bytes_held(kind: str) -> tuple[int, int]:
     mesh = mesh_of(kind)
     table = nn.Embedding(125_000, 128).to(kind)
     whole = table.weight.nbytes
-    sharded = autoshard(table, mesh)
+    sharded = autoshard(table, mesh, "colwise")
     del table
     held = torch.cuda.memory_allocated() if kind == "cuda" else sharded.weight.to_local().untyped_storage().nbytes()  # type: ignore[operator, union-attr]
     return held, whole

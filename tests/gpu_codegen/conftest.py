@@ -27,7 +27,7 @@ def build(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
 
 @functools.cache
 def _step(name: str, world_size: int, arch: str) -> Compiled:
-    return compile_sharded(functools.partial(build, name), world_size, arch)
+    return compile_sharded(functools.partial(build, name), world_size, arch, plan="paired")
 
 
 @functools.cache

@@ -117,7 +117,7 @@ def front() -> tuple[nn.Module, tuple[Tensor]]:
 
 def test_a_front_of_26_tables_packs_looks_up_and_rearranges_in_four_kernels() -> None:
     pytest.importorskip("triton")
-    compiled = compile_sharded(front, 8, "sm_90")
+    compiled = compile_sharded(front, 8, "sm_90", plan="paired")
     forward, backward = compiled.programs
     assert Counter(forward.of("collective")) == {"all_gather": 1, "all_to_all": 1}
     assert Counter(backward.of("collective")) == {"all_to_all": 1}
