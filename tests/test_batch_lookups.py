@@ -393,7 +393,9 @@ def test_every_change_of_a_table_is_seen_by_the_next_call(pool: Pool, world_size
     "names",
     [
         ["convert_a_part"],
-        pytest.param([name for name in CHANGES if name != "convert_a_part"], marks=pytest.mark.slow),
+        # Each is compiled anew, and Dynamo compiles one code eight times at most.
+        pytest.param(["assign", "assign_from_outside", "load", "convert"], marks=pytest.mark.slow),
+        pytest.param(["copy", "pickle", "write", "replace"], marks=pytest.mark.slow),
     ],
 )
 def test_every_change_of_a_table_is_seen_by_compiled_code(pool: Pool, names: list[str]) -> None:

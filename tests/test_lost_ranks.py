@@ -43,8 +43,9 @@ def mesh_with_timeout(seconds: float) -> DeviceMesh:
 
 def step_without_rank_1(mesh: DeviceMesh, dies: bool) -> None:
     """One step of all ranks; in the second, rank 1 ends in the middle, or comes too late."""
-    autoshard(nn.Sequential(nn.Embedding(10, 6), nn.Linear(6, 3)), mesh)  # the first capture takes a while
-    model = autoshard(nn.Sequential(nn.Embedding(10, 6), nn.Linear(6, 3)), mesh_with_timeout(30 if dies else 3))
+    autoshard(nn.Sequential(nn.Embedding(10, 6), nn.Linear(6, 3)), mesh, "colwise")  # the first capture takes a while
+    mesh = mesh_with_timeout(30 if dies else 3)
+    model = autoshard(nn.Sequential(nn.Embedding(10, 6), nn.Linear(6, 3)), mesh, "colwise")
     model(torch.arange(4)).sum().backward()
     start = time.monotonic()
     absent = mesh.get_local_rank() == 1

@@ -81,7 +81,7 @@ def test_a_weight_that_is_renormed_after_it_was_used_has_no_gradient_as_in_torch
 
 
 def ask_for_parameters(mesh: DeviceMesh) -> None:
-    autoshard(Penalised(), mesh)(torch.arange(4))
+    autoshard(Penalised(), mesh, "colwise")(torch.arange(4))
 
 
 def test_parameters_that_are_asked_of_torch_are_refused_by_dtensor(pool: Pool) -> None:
@@ -99,7 +99,7 @@ def gradients_differ(mesh: DeviceMesh, original: Loss, sharded: Loss, compiled: 
     """The largest relative difference of gradients between a loss of the original and one of the sharded model."""
     world, rank = mesh.size(), mesh.get_local_rank()
     one = TOWER.make()
-    other = autoshard(copy.deepcopy(one), mesh)
+    other = autoshard(copy.deepcopy(one), mesh, "colwise")
     parts, (everything,) = IDS(world, ROWS, 1)
     original(one, everything, 0).backward()
     run = torch.compile(sharded, backend="aot_eager") if compiled else sharded
@@ -201,7 +201,8 @@ def test_functional_call_takes_parameters_made_of_the_sharded_ones(pool: Pool) -
 
 def functional_with_plain_tensors(mesh: DeviceMesh) -> None:
     whole_parameters = {name: p.detach().clone() for name, p in TOWER.make().named_parameters()}
-    torch.func.functional_call(autoshard(TOWER.make(), mesh), whole_parameters, (torch.arange(6).view(2, 3),))
+    sharded = autoshard(TOWER.make(), mesh, "colwise")
+    torch.func.functional_call(sharded, whole_parameters, (torch.arange(6).view(2, 3),))
 
 
 def test_functional_call_refuses_whole_tensors_for_shards(pool: Pool) -> None:
@@ -226,7 +227,7 @@ def train_a_copy(mesh: DeviceMesh, duplicate: Callable[[nn.Module], nn.Module], 
     plain: nn.Module = copy.deepcopy(one)
     if made == "graph":
         plain = fx.symbolic_trace(plain)
-    sharded = autoshard(plain, mesh, example_inputs=parts[rank] if made == "exported" else None)
+    sharded = autoshard(plain, mesh, "colwise", example_inputs=parts[rank] if made == "exported" else None)
     other = duplicate(sharded)
     optimizers = [torch.optim.Adam(model.parameters(), lr=0.1, eps=1e-4) for model in (one, other)]
     differences = []

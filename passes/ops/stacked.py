@@ -7,9 +7,8 @@ all tables one after the other, which give R results: a row for each id, or for 
     pack_gathered       gathered ids (W*B, ...) of each     -> (W*N,)
     stack_tables        the shards (V_t, d)                 -> (V, d), and the first row of each table
     embedding           ids (W*N,)                          -> (W*R, d)
-    embedding_bag       ids (W*N,), of (B, L) per table     -> (W*R, d)
 
-`stacked_results` takes what comes back apart.
+`stacked_bags` looks up bags, `stacked_results` takes what comes back apart.
 
 The shards of a stack are views of its rows: no step copies a table, and the gradients are views of one (V, d). Whoever
 gives a parameter other storage has to stack again (`restack`). Eager mode looks where the shards are, and stacks a copy
@@ -49,7 +48,8 @@ class Stack(NamedTuple):
         table: (V, d), the rows of all.
         first: (T,), int64, the first row of each.
         shards: (V_t, d) of each.
-        reduction: of the shards' gradients, as in `local_columns`; that of the table has it already.
+        reduction: of the shards' gradients, as in `local_columns`. It is the results' gradient that is divided, which
+            is smaller than that of the tables.
         presence: in eager mode.
     """
 
@@ -144,36 +144,20 @@ class _StackTables(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, table: Tensor, first: Tensor, divisor: int, presence: Presence | None, *shards: Tensor
+        ctx: Any, table: Tensor, first: Tensor, presence: Presence | None, *shards: Tensor
     ) -> tuple[Tensor, Tensor]:
-        ctx.divisor, ctx.presence, ctx.rows = divisor, presence, [shard.size(0) for shard in shards]
+        ctx.presence, ctx.rows = presence, [shard.size(0) for shard in shards]
         found = _found(first, table, shards)
         ctx.mark_non_differentiable(found)
         return table.view_as(table), found
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
-        scaled = gradient if ctx.divisor == 1 else gradient / ctx.divisor
-        return None, None, None, None, *_present(scaled.split(ctx.rows), ctx.presence)
+        return None, None, None, *present(gradient.split(ctx.rows), ctx.presence)
 
 
-class _Join(Function):
-    """(W*R_t, d) of each table -> (W*R, d), one table's results after another's for each rank."""
-
-    @staticmethod
-    def forward(ctx: Any, world: int, presence: Presence, *columns: Tensor) -> Tensor:
-        ctx.world, ctx.presence, ctx.rows = world, presence, [x.size(0) // world for x in columns]
-        width = columns[0].size(1)
-        return torch.cat([x.view(world, x.size(0) // world, width) for x in columns], 1).flatten(0, 1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        by_rank = gradient.view(ctx.world, sum(ctx.rows), gradient.size(1))
-        pieces = [piece.flatten(0, 1) for piece in by_rank.split(ctx.rows, 1)]
-        return None, None, *_present(pieces, ctx.presence)
-
-
-def _present(gradients: Sequence[Tensor], presence: Presence | None) -> list[Tensor | None]:
+def present(gradients: Sequence[Tensor], presence: Presence | None) -> list[Tensor | None]:
+    """The gradients of the tables of a stack, None for those that get none."""
     absent = frozenset() if presence is None else presence.absent
     return [None if place in absent else gradient for place, gradient in enumerate(gradients)]
 
@@ -197,12 +181,10 @@ def stack_tables(table: Tensor, first: Tensor, parameters: Sequence[Tensor], gro
     own = all(isinstance(parameter, nn.Parameter) for parameter in parameters)
     if not own or (checks.is_readable(table) and not is_stacked(table, shards)):
         _require_one_kind(shards)
-        scaled = [redistribute.scale_gradient(shard, group, reduction) for shard in shards]
-        return Stack(torch.cat(scaled), first, shards, reduction, presence)
+        return Stack(torch.cat(shards), first, shards, reduction, presence)
     if not (torch.is_grad_enabled() and any(shard.requires_grad for shard in shards)):
         return Stack(table, _found(first, table, shards), shards, reduction, presence)
-    divisor = group_size(group) if reduction == redistribute.MEAN else 1
-    stacked, found = _StackTables.apply(table, first, divisor, presence, *shards)  # type: ignore[no-untyped-call]  # as torch leaves it
+    stacked, found = _StackTables.apply(table, first, presence, *shards)  # type: ignore[no-untyped-call]  # as torch leaves it
     return Stack(stacked, found, shards, reduction, presence)
 
 
@@ -270,91 +252,26 @@ def embedding(
         IdRangeError: in eager mode, on all ranks, if an id is not a row of its table.
     """
     table = stack.table
-    moved = _in_stack(ids, stack, [x.numel() for x in likes], group, at, rows)
-    return F.embedding(moved.flatten(), lookup.without_empty(table))[:, : table.size(1)]
+    moved = in_stack(ids, stack, [x.numel() for x in likes], group, at, rows)
+    columns = F.embedding(moved.flatten(), lookup.without_empty(table))[:, : table.size(1)]
+    return redistribute.scale_gradient(columns, group, stack.reduction)
 
 
-def embedding_bag(
-    ids: Tensor,
-    stack: Stack,
-    likes: Sequence[Tensor],
-    group: str,
-    *,
-    at: Sequence[str],
-    rows: Sequence[int],
-    mode: str = "mean",
-) -> Tensor:
-    """`F.embedding_bag` of each table on this rank's columns, one table's results after another's for each rank.
-
-    Args:
-        likes: this rank's ids, (B, L) for each table.
-        ids, stack, group, at, rows: as in `embedding`.
-        mode: as in torch.
-
-    Returns:
-        (W*R, d).
-
-    Raises:
-        IdRangeError: in eager mode, on all ranks, if an id is not a row of its table.
-        InputError: if a table's ids have not two dimensions.
-    """
-    for x, where in zip(likes, at, strict=True):
-        if x.dim() != 2:
-            fact = f"the ids have {x.dim()} dimensions, and there are no offsets"
-            raise InputError(describe(where, fact, "ids of two dimensions, a bag in each row", "Pass offsets."))
-    table, sizes = stack.table, [x.numel() for x in likes]
-    if checks.is_readable(ids):
-        _check_ids(ids.view(group_size(group), sum(sizes)), sizes, at, rows)
-        return _bags_of_each(ids, stack, likes, group, mode)
-    if ids.device.type == "cpu" and torch.is_grad_enabled() and stack.table.requires_grad:
-        # 26 tables (20,000, 32), 106,496 ids, one thread: a step of 141 ms, 183 ms by one lookup, 232 ms by one lookup
-        # and a sum, of which Inductor makes one loop. Without a gradient one lookup is the fastest: 22, 24 and 35 ms.
-        return _bags_of_each(ids, stack, likes, group, mode)
-    moved = _in_stack(ids, stack, sizes, group, at, rows)
-    weight = lookup.without_empty(table)
-    if all(x.shape == likes[0].shape for x in likes):
-        bags, length = len(likes) * group_size(group) * likes[0].size(0), likes[0].size(1)
-        return F.embedding_bag(moved.view(bags, length), weight, mode=mode)[:, : table.size(1)]
-    starts, total = [], 0
-    for x in likes:
-        starts.append(torch.arange(x.size(0), device=ids.device) * x.size(1) + total)
-        total = total + x.numel()
-    ranks = torch.arange(group_size(group), device=ids.device).unsqueeze(1) * total
-    offsets = (torch.cat(starts) + ranks).flatten().to(moved.dtype)
-    return F.embedding_bag(moved.flatten(), weight, offsets, mode=mode)[:, : table.size(1)]
-
-
-def _bags_of_each(ids: Tensor, stack: Stack, likes: Sequence[Tensor], group: str, mode: str) -> Tensor:
-    """`embedding_bag`, a call for each table.
-
-    torch sorts the ids of a call to add up gradients, and leaves open in which order it adds those of one id: only the
-    same call gives the same last bit.
-    """
-    world = group_size(group)
-    sizes = [x.numel() for x in likes]
-    pieces = ids.view(world, sum(sizes)).split(sizes, 1)
-    columns = []
-    for piece, shard, x in zip(pieces, stack.shards, likes, strict=True):
-        bags = piece.reshape(world * x.size(0), x.size(1))
-        weight = lookup.without_empty(redistribute.scale_gradient(shard, group, stack.reduction))
-        columns.append(F.embedding_bag(bags, weight, mode=mode)[:, : shard.size(1)])
-    if stack.presence is None or not (torch.is_grad_enabled() and any(x.requires_grad for x in columns)):
-        by_rank = [x.view(world, x.size(0) // world, x.size(1)) for x in columns]
-        return torch.cat(by_rank, 1).flatten(0, 1)
-    joined: Tensor = _Join.apply(world, stack.presence, *columns)  # type: ignore[no-untyped-call]  # as torch leaves it
-    return joined
-
-
-def _in_stack(
+def in_stack(
     ids: Tensor, stack: Stack, sizes: Sequence[int], group: str, at: Sequence[str], rows: Sequence[int]
 ) -> Tensor:
-    """Ids of rows of the tables -> of rows of the stack, (W, N)."""
+    """Ids of rows of the tables -> of rows of the stack, (W, N).
+
+    Args:
+        sizes: how many ids of each table a rank has.
+        ids, stack, group, at, rows: as in `embedding`.
+    """
     table, first = stack.table, stack.first
     equal = all(size == sizes[0] for size in sizes)
     # (W, T, N/T), or a view for each table
     by_table = ids.view(group_size(group), len(sizes), sizes[0]) if equal else None
     by_rank = ids.view(group_size(group), sum(sizes))
-    _check_ids(by_rank, sizes, at, rows)
+    check_rows(by_rank, sizes, at, rows)
     first = first if table.size(0) >= 2**31 else first.to(ids.dtype)
     if by_table is not None:
         moved = by_table + first.unsqueeze(1)
@@ -371,8 +288,8 @@ def _in_stack(
     return torch.cat(moved_pieces, 1)
 
 
-def _check_ids(by_rank: Tensor, sizes: Sequence[int], at: Sequence[str], rows: Sequence[int]) -> None:
-    """Every id is a row of its table. A compiled graph has ids that are not become none of the stack."""
+def check_rows(by_rank: Tensor, sizes: Sequence[int], at: Sequence[str], rows: Sequence[int]) -> None:
+    """Every id, of (W, N), is a row of its table. A compiled graph has ids that are not become none of the stack."""
     if not checks.is_readable(by_rank):
         return
     tables = list(range(len(sizes)))

@@ -20,7 +20,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from passes.graph_pass import Context, Edit, PlannedPass, replace_by_items
 from passes.layout import chunk_sizes, id_dtype
-from passes.ops import lookup, redistribute, stacked, stacked_results
+from passes.ops import lookup, redistribute, stacked, stacked_bags, stacked_results
 from passes.ops.collectives import group_rank
 from passes.plan import COLWISE
 from passes.schedule import groups
@@ -28,7 +28,7 @@ from passes.sites import Scope, scopes
 
 _STACKED: Mapping[Any, tuple[Any, Any]] = {
     lookup.embedding: (stacked.embedding, stacked_results.results_of_ids),
-    lookup.embedding_bag: (stacked.embedding_bag, stacked_results.results_of_bags),
+    lookup.embedding_bag: (stacked_bags.embedding_bag, stacked_results.results_of_bags),
 }
 _OPTIONS = {"at", "mode"}
 

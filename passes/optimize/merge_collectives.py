@@ -19,7 +19,7 @@ from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from passes.graph_pass import Context, Edit, PlannedPass, replace_by_items
-from passes.ops import lookup, redistribute, stacked, together
+from passes.ops import lookup, redistribute, stacked, stacked_bags, together
 from passes.ops.renorm import renorm
 from passes.origin import module_path
 from passes.schedule import Schedule, groups
@@ -29,7 +29,7 @@ from passes.sites import Scope, scopes
 BUCKET_BYTES = 25 * 2**20
 
 _GATHERS = (redistribute.all_gather_batch, redistribute.all_gather_optional)
-_LOOKUPS = (lookup.embedding, lookup.embedding_bag, stacked.embedding, stacked.embedding_bag)
+_LOOKUPS = (lookup.embedding, lookup.embedding_bag, stacked.embedding, stacked_bags.embedding_bag)
 
 
 class MergeCollectives(PlannedPass):

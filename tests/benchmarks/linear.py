@@ -55,7 +55,7 @@ class Linear:
         return {
             FLOOR: lambda: _floor(self, mesh),
             **eager_and_compiled("by hand", lambda: ByHand(self, mesh), x),
-            **eager_and_compiled("autoshard", lambda: autoshard(nn.Sequential(self.layer()), mesh), x),
+            **eager_and_compiled("autoshard", lambda: autoshard(nn.Sequential(self.layer()), mesh, "colwise"), x),
             **eager_and_compiled("dtensor", lambda: _of_dtensors(self, mesh), x),
         }
 

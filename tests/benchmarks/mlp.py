@@ -55,7 +55,9 @@ class MLP:
         return {
             FLOOR: lambda: _floor(self, mesh),
             **eager_and_compiled("by hand", lambda: ByHand(self, mesh), x),
-            **eager_and_compiled("autoshard", lambda: autoshard(self.model(), mesh, input_placement=Replicate()), x),
+            **eager_and_compiled(
+                "autoshard", lambda: autoshard(self.model(), mesh, "paired", input_placement=Replicate()), x
+            ),
             **eager_and_compiled("dtensor", lambda: _of_dtensors(self, mesh), x),
         }
 
